@@ -1,0 +1,1 @@
+"""SJD-PAC inside vLLM: arguments, scheduler, worker, runner, sampler, attention."""

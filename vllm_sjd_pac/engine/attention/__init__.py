@@ -1,0 +1,1 @@
+"""Tree-masked attention over the paged KV cache, one module per platform."""

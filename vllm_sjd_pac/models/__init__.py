@@ -1,0 +1,1 @@
+"""Image-token model families: network, token layout, prompts, pixel decoder."""

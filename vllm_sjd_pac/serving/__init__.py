@@ -1,0 +1,1 @@
+"""People and HTTP: the images API and the demo page."""
