@@ -1,0 +1,223 @@
+"""The `rejection` rule: speculative sampling against the law each draft was drawn from (SJD-PAC, Algorithm 1).
+
+Every window position remembers its draft x_j and q_j, the law x_j was drawn from. Verification is recursive
+rejection without replacement (SpecInfer 2305.09781; Leviathan et al. 2211.17192 for one candidate); drafts that
+were not reached are coupled to their newer law and usually kept (adaptive continuation).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_sjd_pac.decoding.acceptance import AcceptanceRule, Legal, Verdict, check_rows, freshest_line
+from vllm_sjd_pac.decoding.drafting import (
+    Proposal,
+    WindowPlan,
+    entering_weights,
+    node_tokens,
+    plan_window,
+    sibling_rows,
+)
+from vllm_sjd_pac.decoding.randomness import CounterRandomness, Randomness, draw
+from vllm_sjd_pac.decoding.state import WindowState
+from vllm_sjd_pac.decoding.tree import TreeBatch
+
+_VERIFY, _CONTINUE, _BRANCH = 0, 1, 2  # streams of random numbers
+
+
+class RejectionRule(AcceptanceRule):
+    """Exact in law. ``mode``: ``sjd`` (independent redraws, no siblings), ``ac``, ``pd``, ``pac``.
+
+    ``candidates``: ``recursive`` = siblings are tried one after the other (the paper); ``residual`` = one draw from
+    the residual, accepted if it happens to be a sibling's token.
+    ``smoothing``: λ in [0, 1): drafts follow (1 - λ)·row + λ·previous law, and q_j is that mixed row.
+    """
+
+    name = "rejection"
+    memory = 0
+    keeps_estimates = True
+    keeps_noise = False
+
+    def __init__(
+        self,
+        mode: str = "pac",
+        *,
+        candidates: str = "recursive",
+        smoothing: float = 0.0,
+        randomness: Randomness | None = None,
+        proposal: Proposal | None = None,
+    ) -> None:
+        if candidates not in ("recursive", "residual"):
+            raise ValueError(f"candidates: expected 'recursive' or 'residual', got {candidates!r}")
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing: expected a number in [0, 1), got {smoothing!r}")
+        self.mode = self.check_mode(mode)
+        self.candidates, self.smoothing, self.proposal = candidates, smoothing, proposal
+        self.randomness: Randomness = randomness or CounterRandomness()
+
+    # -- verify ---------------------------------------------------------------------------------------------
+
+    def verify(self, trees: TreeBatch, tokens: Tensor, rows: Tensor, state: WindowState) -> Verdict:
+        check_rows(trees, tokens, rows, state, values=False)
+        batch, nodes, vocab = rows.shape
+        depth, width = trees.max_main, trees.width
+        each = torch.arange(batch, device=tokens.device)
+        # Candidates without a law (window longer than the state's) cannot be tested: such nodes do not exist.
+        valid = trees.valid & (trees.depths <= state.length.unsqueeze(1))
+        laws = rows.softmax(-1)
+        uniforms = self.randomness.uniform(state.keys, state.position, _VERIFY, (depth + 1) * (width + 1))
+        uniforms = uniforms.view(batch, depth + 1, width + 1)
+        q_rows, ring = state.flat("estimates"), state.ring_grid(depth + 1)
+
+        # First candidates everywhere at once: does node v follow its parent?
+        column = tokens.clamp(min=0)
+        at = (trees.depths - 1).clamp(min=0)
+        p_x = laws.flatten().take((each.unsqueeze(1) * nodes + trees.parents.clamp(min=0)) * vocab + column)
+        q_x = q_rows.flatten().take(ring.gather(1, at) * vocab + column)
+        u_x = uniforms[:, :, 0].gather(1, at)
+        follows = (u_x * q_x < p_x) & valid
+        first = trees.first_children
+        child = first.clamp(min=0)
+        here = torch.arange(nodes, device=tokens.device).expand(batch, nodes)
+        end = torch.where((first >= 0) & follows.gather(1, child), child, here)
+        for _ in range(max(depth, 1).bit_length()):  # pointer doubling: the end of each run of followed nodes
+            end = end.gather(1, end)
+
+        node = kept = end[:, 0]
+        walking = torch.ones_like(node, dtype=torch.bool)
+        token = torch.zeros_like(node)
+        for _ in range(trees.branch_levels + 1):
+            child, drawn = self._choose(trees, tokens, valid, laws[each, node], q_rows, ring, uniforms, node)
+            token = torch.where(walking & (child < 0), drawn, token)
+            walking = walking & (child >= 0)
+            node = torch.where(walking, end[each, child], node)
+
+        counts = trees.depths[each, node] + 1
+        on_path = trees.ancestors[each, node] & (trees.depths > 0)
+        target = torch.where(on_path, trees.depths, 0)
+        blank = torch.full((batch, depth + 2), -1, dtype=torch.long, device=tokens.device)
+        path = blank.scatter(1, target, here)[:, 1 : depth + 1]
+        committed = blank.scatter(1, target, tokens)[:, 1:]
+        committed[each, counts - 1] = token
+        state.advance(counts)
+        return Verdict(committed, counts, kept, path, laws, freshest_line(trees, node))
+
+    def _choose(
+        self,
+        trees: TreeBatch,
+        tokens: Tensor,
+        valid: Tensor,
+        p: Tensor,
+        q_rows: Tensor,
+        ring: Tensor,
+        uniforms: Tensor,
+        node: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """At ``node`` [B], whose first candidate (if any) was rejected: the accepted sibling's node [B], -1 = none,
+        and the token [B] drawn where there is none. ``p`` [B, V]: the row of ``node``."""
+        each = torch.arange(node.shape[0], device=node.device)
+        depth, width = trees.depths[each, node], trees.width
+        here = torch.arange(trees.nodes, device=node.device).expand_as(tokens)
+        mine = (trees.parents == node.unsqueeze(1)) & valid
+        children = torch.full((node.shape[0], width + 1), -1, dtype=torch.long, device=node.device)
+        children = children.scatter_(1, torch.where(mine, trees.ranks, width), torch.where(mine, here, -1))[:, :width]
+        candidates = torch.where(children >= 0, tokens.gather(1, children.clamp(min=0)), 0)
+        q = q_rows[ring[each, depth]]
+        u = uniforms[each, depth]
+        chosen = torch.full_like(node, -1)
+        for k in range(width if self.candidates == "recursive" else 1):
+            candidate = candidates[:, k : k + 1]
+            q_x, p_x = q.gather(1, candidate).squeeze(1), p.gather(1, candidate).squeeze(1)
+            tested = (children[:, k] >= 0) & (chosen < 0) & (q_x > 0)  # q(x) = 0: fewer candidates exist than planned
+            if k:
+                accepted = tested & (u[:, k] * q_x < p_x)
+                chosen = torch.where(accepted, children[:, k], chosen)
+                tested = tested & ~accepted
+            tested = tested.unsqueeze(1)
+            p = torch.where(tested, residual(p, q), p)
+            q = torch.where(tested, without(q, candidate), q)
+        drawn = draw(p, u[:, width])
+        if self.candidates == "residual" and width > 1:
+            equal = (candidates[:, 1:] == drawn.unsqueeze(1)) & (children[:, 1:] >= 0)
+            chosen = torch.where(equal.any(1), children[each, 1 + equal.long().argmax(1)], chosen)
+        return chosen, drawn
+
+    # -- draft ----------------------------------------------------------------------------------------------
+
+    def draft(
+        self, trees: TreeBatch, state: WindowState, verdict: Verdict | None, legal: Legal | None = None
+    ) -> Tensor:
+        root = verdict.last if verdict is not None else torch.full_like(state.position, -1)
+        plan = plan_window(trees, state, verdict)
+        ring = state.ring_index(plan.rows, plan.offsets)
+        uniforms = self.randomness.uniform(state.keys, state.position, _CONTINUE, 2 * max(1, trees.max_main))
+        uniforms = uniforms.view(trees.batch_size, -1, 2)[plan.rows, plan.offsets]
+        drafts = state.flat("tokens")[ring]
+        if verdict is not None and plan.continued:
+            self._continue(plan, state, verdict, ring, drafts, uniforms)
+        entering = plan.continued + plan.held
+        if plan.total > entering:
+            weights = entering_weights(plan, state, legal, self.proposal)
+            weights /= weights.sum(-1, keepdim=True)
+            drafts[entering:] = draw(weights, uniforms[entering:, 0])
+            state.flat("estimates").index_copy_(0, ring[entering:], weights)
+        state.flat("tokens")[ring] = drafts
+        state.length = torch.maximum(state.length, trees.main_length)
+        state.pool.scatter(state)
+        return node_tokens(trees, root, plan, drafts, self._branch(trees, plan, state, ring, drafts))
+
+    def _continue(
+        self, plan: WindowPlan, state: WindowState, verdict: Verdict, ring: Tensor, drafts: Tensor, uniforms: Tensor
+    ) -> None:
+        """Couple each later draft to its fresh law p_j (adaptive continuation), in place; then q_j := p_j."""
+        count = plan.continued
+        index, q_rows = ring[:count], state.flat("estimates")
+        known = plan.offsets[:count] < state.length[plan.rows[:count]]
+        fresh = verdict.rows.flatten(0, 1).index_select(0, plan.source)
+        if self.smoothing:
+            mixed = fresh * (1 - self.smoothing) + q_rows.index_select(0, index) * self.smoothing
+            fresh = torch.where(known.unsqueeze(1), mixed, fresh)
+        vocab, x = fresh.shape[1], drafts[:count]
+        adaptive = self.mode in ("ac", "pac")
+        q_x = q_rows.flatten().take(index * vocab + x)
+        p_x = fresh.gather(1, x.unsqueeze(1)).squeeze(1)
+        stays = known & (uniforms[:count, 0] * q_x < p_x) if adaptive else torch.zeros_like(known)
+        redrawn = (~stays).nonzero(as_tuple=True)[0]
+        law = fresh[redrawn]
+        if adaptive:
+            coupled = residual(law, q_rows.index_select(0, index[redrawn]))
+            law = torch.where(known[redrawn].unsqueeze(1), coupled, law)
+        drafts[redrawn] = draw(law, uniforms[redrawn, 1])
+        q_rows.index_copy_(0, index, fresh)
+
+    def _branch(
+        self, trees: TreeBatch, plan: WindowPlan, state: WindowState, ring: Tensor, drafts: Tensor
+    ) -> Tensor | None:
+        """Siblings long [B, S, K-1]: drawn from q_j without replacement, x_j removed first (proactive drafting)."""
+        if trees.width == 1:
+            return None
+        place = sibling_rows(trees, plan)
+        own = drafts[place.flatten()].unsqueeze(1)
+        q = state.flat("estimates").index_select(0, ring[place.flatten()]).scatter_(1, own, 0.0)
+        shape = (trees.batch_size, trees.sibling_depth * q.shape[1])
+        uniforms = self.randomness.uniform(state.keys, state.position, _BRANCH, shape[1]).view(q.shape)
+        clocks = uniforms.neg_().log1p_().neg_().clamp_(min=1e-300)
+        arrivals, siblings = (q / clocks).topk(min(trees.width - 1, q.shape[1]), dim=1)
+        # Fewer tokens of positive probability than siblings: repeat the main draft, which verification skips.
+        siblings = torch.where(arrivals > 0, siblings, own)
+        siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
+        return siblings.view(*place.shape, trees.width - 1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm((p - q)+) of laws [n, V]; p where nothing is left (p = q up to rounding)."""
+    rest = (p - q).clamp_(min=0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, p)
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """Law q [n, V] without ``token`` long [n, 1], renormalised; 0 where nothing is left."""
+    rest = q.scatter(1, token, 0.0)
+    return rest / rest.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
