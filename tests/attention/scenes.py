@@ -85,9 +85,10 @@ def scene(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> Scene:
     """Random tensors for these requests; blocks are scattered, and slots that belong to nobody hold NaN."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     made = torch.Generator().manual_seed(seed)
     totals = [request.prefix + request.length for request in requests]
     blocks = [-(-total // block_size) for total in totals]
