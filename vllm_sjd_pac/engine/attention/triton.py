@@ -187,13 +187,20 @@ class FlashTreeImpl(_TreeImpl, stock_flash.FlashAttentionImpl):
         query, key, value, out = query[:tokens], key[:tokens], value[:tokens], output[:tokens]
         caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         caches = tuple(canonicalize_singleton_dim_strides(cache) for cache in caches)
-        prefix_out = out
         if plan.causal_lens is not None:
+            # Requests with trees have no keys in this call; it fills their rows with zeros.
             self._flash(query, caches, attn_metadata, plan.causal_lens, attn_metadata.max_seq_len, True, out)
-            prefix_out = torch.empty_like(out)
-        lse = self._flash(query, caches, attn_metadata, plan.prefix_lens, max(plan.longest_prefix, 1), False, prefix_out)
-        window_attention(query, key, value, plan.layout, prefix_out, lse, self.scale, out=out)
+        self._attend_trees(query, key, value, caches, attn_metadata, out)
         return output
+
+    def _attend_trees(
+        self, query: Tensor, key: Tensor, value: Tensor, caches: tuple[Tensor, ...], metadata: Any, out: Tensor
+    ) -> None:
+        """Write the rows of ``out`` that belong to requests with trees; leave the others as they are."""
+        plan = metadata.plan
+        prefix_out = out if plan.causal_lens is None else torch.empty_like(out)
+        lse = self._flash(query, caches, metadata, plan.prefix_lens, max(plan.longest_prefix, 1), False, prefix_out)
+        window_attention(query, key, value, plan.layout, prefix_out, lse, self.scale, out=out)
 
     def _flash(
         self,

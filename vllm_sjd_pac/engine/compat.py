@@ -1,0 +1,178 @@
+"""Every touch of a private part of vLLM, in one place.
+
+Written for and checked against vLLM 0.32 (V1 engine, V1 model runner). Each hook names the place it wraps and why; the
+series in ``patches/`` would make them unneeded. `require_supported_vllm` fails with one sentence on another version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+SUPPORTED_VLLM = "0.32"
+PROPOSER = "vllm_sjd_pac.engine.proposer.JacobiProposer"
+"""Value of ``speculative_config.model`` once this plugin has been chosen; how every process recognises it."""
+
+_MARK = "_sjd_pac_hook"
+
+
+def require_supported_vllm() -> None:
+    """Raises:
+    ValueError: the installed vLLM is not of the supported minor version.
+    """
+    import vllm
+
+    if vllm.__version__.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_VLLM:
+        raise ValueError(
+            f"sjd_pac: this version of vllm-sjd-pac works with vLLM {SUPPORTED_VLLM}.*, but vLLM {vllm.__version__} is installed"
+        )
+
+
+def is_selected(speculative_config: Any) -> bool:
+    """Whether a vLLM ``SpeculativeConfig`` (or None) is this plugin's."""
+    return speculative_config is not None and getattr(speculative_config, "model", None) == PROPOSER
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace ``owner.name`` by ``make(original)`` once, keeping class- and static-method kinds."""
+    raw = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    kind = type(raw) if isinstance(raw, classmethod | staticmethod) else None
+    original = raw.__func__ if kind else raw
+    if getattr(original, _MARK, False):
+        return
+    hook = functools.wraps(original)(make(original))
+    setattr(hook, _MARK, True)
+    setattr(owner, name, kind(hook) if kind else hook)
+
+
+def install() -> None:
+    """Install all hooks of this process; calling it again changes nothing."""
+    request_amx_permission()
+    hook_arguments()
+    hook_sampling_parameters()
+    hook_logits_processors()
+
+
+def request_amx_permission() -> None:
+    """vLLM's bf16 CPU kernels use AMX tiles without asking the kernel for them: SIGILL at the first request."""
+    import torch
+
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    if supported is not None and supported():
+        torch.cpu._init_amx()
+
+
+def hook_arguments() -> None:
+    """``EngineArgs``: the flags, and the translation of the user's form before any configuration is built.
+
+    ``create_engine_config`` and not ``create_speculative_config``, since ``worker_cls`` is consumed before the latter.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_sjd_pac.engine import arguments
+
+    def add_cli_args(original: Any) -> Any:
+        def hook(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            return arguments.add_cli_args(original(parser))
+
+        return hook
+
+    def from_cli_args(original: Any) -> Any:
+        def hook(cls: Any, args: argparse.Namespace) -> Any:
+            try:
+                arguments.collect_cli_options(args)
+                arguments.check_early(args)
+            except ValueError as error:
+                # One clear line instead of a traceback: this is the command line of `vllm serve` and its like.
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(2)
+            return original(cls, args)
+
+        return hook
+
+    def create_engine_config(original: Any) -> Any:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            options = arguments.apply(self)
+            config = original(self, *args, **kwargs)
+            if options is not None:
+                arguments.check_engine_config(config)
+            return config
+
+        return hook
+
+    _wrap(EngineArgs, "add_cli_args", add_cli_args)
+    _wrap(EngineArgs, "from_cli_args", from_cli_args)
+    _wrap(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def hook_sampling_parameters() -> None:
+    """``SamplingParams.verify`` refuses min_p and logit_bias with any speculative method; ours supports them.
+
+    It is also where a request's own extra arguments can be refused with a clear error before they reach the engine.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_sjd_pac.engine import requests
+
+    def verify(original: Any) -> Any:
+        def hook(self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> None:
+            if is_selected(speculative_config):
+                requests.check_sampling_params(self, model_config)
+                speculative_config = None
+            original(self, model_config, speculative_config, *args, **kwargs)
+
+        return hook
+
+    _wrap(SamplingParams, "verify", verify)
+
+
+def hook_logits_processors() -> None:
+    """``build_logitsprocs`` leaves out min_p and logit_bias under speculation; rows without drafts need them."""
+    from vllm.v1.sample import logits_processor
+
+    def build(original: Any) -> Any:
+        def hook(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_selected(vllm_config.speculative_config):
+                from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+
+                device, pin_memory = args[0], args[1]
+                return LogitsProcessors(make(vllm_config, device, pin_memory) for make in BUILTIN_LOGITS_PROCESSORS)
+            return original(vllm_config, *args, **kwargs)
+
+        return hook
+
+    _wrap(logits_processor, "build_logitsprocs", build)
+    # The runner imported the function by name; patch it there too when it is loaded already.
+    runner = sys.modules.get("vllm.v1.worker.gpu_model_runner")
+    if runner is not None:
+        runner.build_logitsprocs = logits_processor.build_logitsprocs  # type: ignore[attr-defined]
+
+
+def forced_v2_runner() -> bool:
+    """Whether the environment forces vLLM's V2 model runner, which knows no custom speculative method."""
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").lower() in ("1", "true")
+
+
+def grow_kv_cache(kv_cache_config: Any, extra_blocks: int) -> Any:
+    """A copy of a ``KVCacheConfig`` with `extra_blocks` more blocks, unknown to the scheduler, behind the others.
+
+    In layer-outermost layouts a layer's region (and with it the next layer's offset) grows with the number of blocks; in
+    block-outermost ones only the whole allocation does.
+    """
+    if not extra_blocks:
+        return kv_cache_config
+    grown = copy.deepcopy(kv_cache_config)
+    blocks = kv_cache_config.num_blocks
+    for tensor in grown.kv_cache_tensors:
+        layer_outermost = tensor.layer_stride == tensor.block_stride * blocks
+        tensor.size = tensor.size // blocks * (blocks + extra_blocks)
+        if layer_outermost:
+            tensor.layer_stride = tensor.block_stride * (blocks + extra_blocks)
+            tensor.offset = tensor.offset // blocks * (blocks + extra_blocks)
+    grown.num_blocks = blocks + extra_blocks
+    return grown

@@ -1,0 +1,135 @@
+"""Target rows: exactly the laws that plain vLLM would sample from, for every node of every tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from vllm_sjd_pac.models.layout import FREE, ImageLayout
+
+_EPSILON = 1e-5  # vLLM's own bound below which a temperature means greedy
+
+
+class Columns:
+    """The vocabulary of image segments: column c of a row is token ``tokens[c]``.
+
+    Args:
+        tokens: LongTensor [C], sorted token ids; vocab_size: of the model.
+    """
+
+    def __init__(self, tokens: torch.Tensor, vocab_size: int) -> None:
+        self.tokens = tokens
+        self.of_token = torch.full((vocab_size,), -1, dtype=torch.long, device=tokens.device)
+        self.of_token[tokens] = torch.arange(len(tokens), device=tokens.device)
+        self.is_everything = len(tokens) == vocab_size
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows over the vocabulary [..., V] → rows over the columns [..., C]."""
+        return rows if self.is_everything else rows.index_select(-1, self.tokens)
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """Sampling parameters of the requests of a tree batch, as tensors over requests [B]; None where no one asks."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    min_p: torch.Tensor | None
+    bias: list[tuple[int, torch.Tensor, torch.Tensor]]
+    allowed: list[tuple[int, torch.Tensor]]
+
+    @classmethod
+    def gather(cls, params: Sequence[Any], columns: Columns) -> RowSettings:
+        count, device = len(columns), columns.tokens.device
+
+        def column(values: list[Any], neutral: Any) -> torch.Tensor | None:
+            return torch.tensor(values, device=device) if any(value != neutral for value in values) else None
+
+        # vLLM caps top_k to its whole vocabulary; a row over the columns holds the same tokens.
+        top_k = [min(p.top_k, count) if p.top_k > 0 and not is_greedy(p) else count for p in params]
+        bias = []
+        for row, p in enumerate(params):
+            if p.logit_bias:
+                ids = columns.of_token[torch.tensor(list(p.logit_bias), device=device)]
+                values = torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=device)
+                bias.append((row, ids[ids >= 0], values[ids >= 0]))
+        allowed = []
+        for row, p in enumerate(params):
+            if p.allowed_token_ids:
+                mask = torch.zeros(len(columns.of_token), dtype=torch.bool, device=device)
+                mask[torch.tensor(p.allowed_token_ids, device=device)] = True
+                allowed.append((row, mask[columns.tokens]))
+        return cls(
+            temperature=torch.tensor([1.0 if is_greedy(p) else p.temperature for p in params], device=device),
+            top_k=column(top_k, count),
+            top_p=column([1.0 if is_greedy(p) else p.top_p for p in params], 1.0),
+            min_p=column([0.0 if is_greedy(p) else p.min_p for p in params], 0.0),
+            bias=bias,
+            allowed=allowed,
+        )
+
+
+def is_greedy(params: Any) -> bool:
+    return params.temperature < _EPSILON
+
+
+def combine_guidance(conditional: torch.Tensor, unconditional: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Classifier-free guidance ``l_u + s · (l_c − l_u)`` in float32.
+
+    Args:
+        conditional, unconditional: logits of equal shape, leading dimension B; scale: float [B].
+    """
+    unconditional = unconditional.float()
+    return unconditional + scale.view(-1, *[1] * (conditional.dim() - 1)) * (conditional.float() - unconditional)
+
+
+def forced_columns(layout: ImageLayout, positions: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """LongTensor of `positions`' shape: column of the one legal token, or −1 where any image token is legal."""
+    table = layout.forced_table.to(positions.device)
+    forced = table[positions.clamp(0, layout.length - 1)]
+    return torch.where(forced == FREE, FREE, columns.of_token[forced.clamp(min=0)])
+
+
+def legal_columns(layout: ImageLayout, positions: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """bool [..., C]: which columns are legal at `positions` (long [...]) of a segment; all of them if unconstrained."""
+    shape = (*positions.shape, len(columns))
+    if not layout.constrained:
+        return torch.ones(shape, dtype=torch.bool, device=positions.device)
+    codes = columns.tokens - layout.image_token_start
+    is_code = (codes >= 0) & (codes < layout.image_token_count)
+    forced = forced_columns(layout, positions, columns).unsqueeze(-1)
+    every = torch.arange(len(columns), device=positions.device)
+    return torch.where(forced == FREE, is_code, every == forced)
+
+
+def apply_settings(rows: torch.Tensor, settings: RowSettings) -> torch.Tensor:
+    """Sampling parameters in vLLM's order: allowed tokens, bias, temperature, min_p, top_k and top_p.
+
+    Args:
+        rows: float32 [B, N, C], changed in place where possible.
+    """
+    batch, nodes, count = rows.shape
+    for row, mask in settings.allowed:
+        rows[row].masked_fill_(~mask, float("-inf"))
+    for row, ids, values in settings.bias:
+        rows[row, :, ids] += values
+    rows = rows.div_(settings.temperature.view(-1, 1, 1))
+    if settings.min_p is not None:
+        probabilities = rows.softmax(-1)
+        floor = probabilities.amax(-1, keepdim=True) * settings.min_p.view(-1, 1, 1)
+        rows.masked_fill_(probabilities < floor, float("-inf"))
+    if settings.top_k is not None or settings.top_p is not None:
+        def repeat(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values.repeat_interleave(nodes)
+
+        flat = apply_top_k_top_p(rows.reshape(batch * nodes, count), repeat(settings.top_k), repeat(settings.top_p))
+        rows = flat.view(batch, nodes, count)
+    return rows
