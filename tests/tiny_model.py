@@ -35,9 +35,19 @@ def build(
     torch.manual_seed(seed)
     vocab_size = IMAGE_START + codes
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32 * heads, intermediate_size=64 * heads, num_hidden_layers=2,
-        num_attention_heads=heads, num_key_value_heads=heads, head_dim=32, max_position_embeddings=1024,
-        tie_word_embeddings=False, bos_token_id=BOS, eos_token_id=EOI, pad_token_id=None, initializer_range=0.15,
+        vocab_size=vocab_size,
+        hidden_size=32 * heads,
+        intermediate_size=64 * heads,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOI,
+        pad_token_id=None,
+        initializer_range=0.15,
     )
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -46,9 +56,16 @@ def build(
     path = folder / "config.json"
     content = json.loads(path.read_text())
     content["image_token_layout"] = {
-        "begin_token_id": BOI, "end_token_id": EOI, "end_of_line_token_id": EOL, "image_token_start": IMAGE_START,
-        "image_token_count": codes, "grid_rows": rows, "grid_columns": columns, "pixels_per_token": 8,
-        "constrained": constrained, "pixel_decoder": "tiny",
+        "begin_token_id": BOI,
+        "end_token_id": EOI,
+        "end_of_line_token_id": EOL,
+        "image_token_start": IMAGE_START,
+        "image_token_count": codes,
+        "grid_rows": rows,
+        "grid_columns": columns,
+        "pixels_per_token": 8,
+        "constrained": constrained,
+        "pixel_decoder": "tiny",
     }
     path.write_text(json.dumps(content))
     vocabulary = {"<bos>": BOS, "<boi>": BOI, "<eol>": EOL, "<eoi>": EOI, "<unk>": UNK}

@@ -35,11 +35,13 @@ class SJDPACConfig:
     """
 
     acceptance: str = _option(
-        "race", "acceptance rule: 'race' (same seed, same picture as plain sampling) or 'rejection' (the paper's)",
+        "race",
+        "acceptance rule: 'race' (same seed, same picture as plain sampling) or 'rejection' (the paper's)",
         choices=("race", "rejection"),
     )
     mode: str = _option(
-        "pac", "what is drafted: 'pac' (both), 'ac', 'pd', 'sjd' (the baseline), 'ar' (nothing: guidance and layout only)",
+        "pac",
+        "what is drafted: 'pac' (both), 'ac', 'pd', 'sjd' (the baseline), 'ar' (nothing: guidance and layout only)",
         choices=("pac", "ac", "pd", "sjd", "ar"),
     )
     tree: str = _option(
@@ -51,18 +53,21 @@ class SJDPACConfig:
         DEFAULT_SPECULATIVE_TOKENS, "drafted nodes per step; the root comes on top", allowed="1 to 512"
     )
     window: int | None = _option(
-        None, "most positions that the main chain covers after the root; default: all nodes that the tree leaves",
+        None,
+        "most positions that the main chain covers after the root; default: all nodes that the tree leaves",
         allowed="1 to num_speculative_tokens",
     )
     proposal: str = _option(
-        "uniform", "what enters the window: 'uniform' over the legal tokens, or 'above' (the law of the token one row up)",
+        "uniform",
+        "what enters the window: 'uniform' over the legal tokens, or 'above' (the law of the token one row up)",
         choices=("uniform", "above"),
     )
     memory: bool = _option(True, "race only: earlier values of a position come back as siblings")
     smoothing: float = _option(0.25, "race only: share of the older estimate that drafts keep", allowed="0 to 0.95")
     adaptive_window: bool = _option(True, "shrink the window under load, from measured step times")
     attention: str = _option(
-        "auto", "attention for draft trees: 'auto' or 'virtual' (branches as virtual requests on the stock kernels)",
+        "auto",
+        "attention for draft trees: 'auto' or 'virtual' (branches as virtual requests on the stock kernels)",
         choices=("auto", "virtual"),
     )
     verify_ranks: bool = _option(False, "debugging: compare the drafts of all tensor-parallel ranks in every step")

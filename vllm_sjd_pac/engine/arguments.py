@@ -31,11 +31,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return parser
     group = parser.add_argument_group("SJD-PAC", "Lossless speculative decoding for image-token models (vllm-sjd-pac).")
     group.add_argument(
-        "--speculative-model", dest="spec_model", default=argparse.SUPPRESS, metavar="NAME",
+        "--speculative-model",
+        dest="spec_model",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
         help=f"'{METHOD}' turns on SJD-PAC; any other value is vLLM's own --spec-model",
     )
     group.add_argument(
-        "--num-speculative-tokens", dest="spec_tokens", type=int, default=argparse.SUPPRESS, metavar="N",
+        "--num-speculative-tokens",
+        dest="spec_tokens",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
         help="drafted nodes per step (sjd_pac: default 63); same as --spec-tokens",
     )
     for option in dataclasses.fields(SJDPACConfig):
@@ -45,10 +52,16 @@ def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         text = f"{option.metadata['help']} (default: {option.default})"
         dest = _PREFIX + option.name
         if isinstance(option.default, bool):
-            group.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+            group.add_argument(
+                flag, dest=dest, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
         else:
             group.add_argument(
-                flag, dest=dest, type=_Parser(option.name), default=argparse.SUPPRESS, help=text,
+                flag,
+                dest=dest,
+                type=_Parser(option.name),
+                default=argparse.SUPPRESS,
+                help=text,
                 metavar=option.name.upper(),
             )
     return parser
@@ -102,7 +115,9 @@ def check_early(args: argparse.Namespace) -> None:
     Raises:
         ValueError: an unknown option or value, or a misspelt method name.
     """
-    _options_of(getattr(args, "spec_model", None), getattr(args, "spec_tokens", None), getattr(args, "speculative_config", None))
+    _options_of(
+        getattr(args, "spec_model", None), getattr(args, "spec_tokens", None), getattr(args, "speculative_config", None)
+    )
 
 
 def _options_of(spec_model: str | None, spec_tokens: int | None, config: dict[str, Any] | None) -> SJDPACConfig | None:
@@ -111,7 +126,11 @@ def _options_of(spec_model: str | None, spec_tokens: int | None, config: dict[st
     names = [name for name in (spec_model, config.get("model"), config.get("method")) if isinstance(name, str)]
     if METHOD not in names:
         for name in names:
-            if name != METHOD and difflib.get_close_matches(name.lower(), [METHOD, "sjd"], 1, 0.75) and not os.path.exists(name):
+            if (
+                name != METHOD
+                and difflib.get_close_matches(name.lower(), [METHOD, "sjd"], 1, 0.75)
+                and not os.path.exists(name)
+            ):
                 raise ValueError(f"unknown speculative model {name!r}; did you mean {METHOD!r}?")
         return None
     for key in ("model", "method"):
@@ -170,7 +189,9 @@ def _refuse_excluded(engine_args: Any) -> None:
         if condition:
             raise ValueError(f"sjd_pac: {sentence}")
 
-    refuse(compat.forced_v2_runner(), "VLLM_USE_V2_MODEL_RUNNER=1 is not supported; the method needs the V1 model runner")
+    refuse(
+        compat.forced_v2_runner(), "VLLM_USE_V2_MODEL_RUNNER=1 is not supported; the method needs the V1 model runner"
+    )
     refuse(engine_args.async_scheduling, "--async-scheduling is not supported; leave it out")
     refuse(
         engine_args.pipeline_parallel_size > 1,

@@ -121,7 +121,9 @@ class CPUStockNoise:
         winners = torch.ops._C.fused_gumbel_argmax(full, seeds)
         ours = self.tokens[(rows + cpu_gumbel(seeds, self.tokens)).argmax(-1)]
         if not torch.equal(winners, ours):
-            raise RuntimeError("sjd_pac: this vLLM's CPU sampler draws its noise in another way; equal seeds would differ")
+            raise RuntimeError(
+                "sjd_pac: this vLLM's CPU sampler draws its noise in another way; equal seeds would differ"
+            )
 
 
 class ExponentialStockNoise:

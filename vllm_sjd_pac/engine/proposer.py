@@ -22,4 +22,6 @@ class JacobiProposer:
         """Raises:
         RuntimeError: always: a runner without the mixin asked, so the worker class was overridden.
         """
-        raise RuntimeError("sjd_pac: the worker class was overridden; use vllm_sjd_pac.engine.worker's SpecDecodeWorker")
+        raise RuntimeError(
+            "sjd_pac: the worker class was overridden; use vllm_sjd_pac.engine.worker's SpecDecodeWorker"
+        )

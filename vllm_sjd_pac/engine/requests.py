@@ -55,7 +55,12 @@ def check_sampling_params(params: Any, model_config: Any) -> None:
     if OWNER_KEY in extra:
         refuse(OWNER_KEY, extra[OWNER_KEY], "nothing; it is the engine's own mark")
     scale = extra.get("guidance_scale", 1.0)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale) or not 0 <= scale <= MAX_GUIDANCE:
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, int | float)
+        or not math.isfinite(scale)
+        or not 0 <= scale <= MAX_GUIDANCE
+    ):
         refuse("guidance_scale", scale, f"a number from 0 to {MAX_GUIDANCE:g}")
     negative = extra.get("negative_token_ids")
     if negative is not None:
@@ -73,3 +78,42 @@ def check_sampling_params(params: Any, model_config: Any) -> None:
         refuse("trace_decode_token_ids", params.trace_decode_token_ids, "nothing, with speculative decoding")
     if params.structured_outputs is not None and scale != 1.0:
         refuse("structured_outputs", "set", "nothing, when guidance_scale is not 1")
+
+
+def image_sampling_params(
+    family: Any,
+    encoded: Any,
+    *,
+    seed: int | None = None,
+    guidance_scale: float | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    **more: Any,
+) -> Any:
+    """vLLM ``SamplingParams`` that draw one picture after an `EncodedPrompt`.
+
+    Args:
+        family: an `ImageModelFamily`; what is None takes its defaults.
+        more: further fields of ``SamplingParams``.
+
+    Raises:
+        ValueError: vLLM's own checks of the parameters.
+    """
+    from vllm import SamplingParams
+
+    defaults = family.defaults
+    scale = defaults.guidance_scale if guidance_scale is None else guidance_scale
+    extra: dict[str, Any] = {"guidance_scale": scale}
+    if scale != 1.0:
+        extra["negative_token_ids"] = list(encoded.negative_token_ids)
+    return SamplingParams(
+        seed=seed,
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_k=defaults.top_k if top_k is None else top_k,
+        top_p=defaults.top_p if top_p is None else top_p,
+        max_tokens=family.layout(encoded.prompt_token_ids).length,
+        detokenize=False,
+        extra_args=extra,
+        **more,
+    )

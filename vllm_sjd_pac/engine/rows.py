@@ -127,6 +127,7 @@ def apply_settings(rows: torch.Tensor, settings: RowSettings) -> torch.Tensor:
         floor = probabilities.amax(-1, keepdim=True) * settings.min_p.view(-1, 1, 1)
         rows.masked_fill_(probabilities < floor, float("-inf"))
     if settings.top_k is not None or settings.top_p is not None:
+
         def repeat(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values.repeat_interleave(nodes)
 

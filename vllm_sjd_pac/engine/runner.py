@@ -275,8 +275,10 @@ class JacobiRunnerMixin:
             self.sjd_step.sampled[request_id] = committed
             total = int(batch.num_tokens_no_spec[index])
             state.follow(
-                total - len(committed), committed,
-                lambda index=index, total=total: batch.token_ids_cpu[index, :total].tolist(), self.sjd_family,
+                total - len(committed),
+                committed,
+                lambda index=index, total=total: batch.token_ids_cpu[index, :total].tolist(),
+                self.sjd_family,
             )
         return result
 
@@ -296,7 +298,9 @@ class JacobiRunnerMixin:
             room = min(room, state.layout.length - (total - state.segment_start))
         return room
 
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose_draft_token_ids(
+        self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         started = time.perf_counter()
         batch, step = self.input_batch, self.sjd_step
         drafts: list[list[int]] = [[] for _ in batch.req_ids]

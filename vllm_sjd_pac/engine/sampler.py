@@ -45,7 +45,13 @@ class TreeRejectionSampler:
     """
 
     def __init__(
-        self, options: SJDPACConfig, columns: Columns, max_window: int, vocab_size: int, device: torch.device, draws_integers: bool
+        self,
+        options: SJDPACConfig,
+        columns: Columns,
+        max_window: int,
+        vocab_size: int,
+        device: torch.device,
+        draws_integers: bool,
     ) -> None:
         self.columns, self.device = columns, device
         self.streams = SeedStreams()

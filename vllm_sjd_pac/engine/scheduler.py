@@ -68,7 +68,8 @@ class GuidedScheduler(Scheduler):
         if self.max_num_running_reqs < 2:
             return "guidance needs two sequences at once; start the server with --max-num-seqs 2 or more"
         if self._longest_output(request, twin) < 1:
-            return f"the negative prompt ({twin.num_prompt_tokens} tokens) leaves no room within max_model_len {self.max_model_len}"
+            length = twin.num_prompt_tokens
+            return f"the negative prompt ({length} tokens) leaves no room within max_model_len {self.max_model_len}"
         output = min(request.max_tokens, self._longest_output(request, twin))
         needed = sum(self._blocks_for(r.num_prompt_tokens + output) for r in (request, twin))
         usable = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -143,6 +144,11 @@ class GuidedScheduler(Scheduler):
             for request_id in scheduler_output.num_scheduled_tokens
             if request_id in self.requests
         }
+        for request_id in report.kept.keys() - scheduler_output.scheduled_spec_decode_tokens.keys():
+            # vLLM observes steps with drafts only; a request's forwards are all its steps.
+            metrics = self.requests[request_id].spec_decode_metrics if request_id in self.requests else None
+            if metrics is not None:
+                metrics.observe(0, 0, detailed=True)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request_id, tokens_before in before.items():
             request = self.requests.get(request_id)
@@ -153,15 +159,15 @@ class GuidedScheduler(Scheduler):
             elif request_id in report.kept:
                 # The root's keys and values are final, and those of the main-chain nodes that the walk kept.
                 request.num_computed_tokens = tokens_before + report.kept[request_id]
-                if request.spec_decode_metrics is not None and request_id not in scheduler_output.scheduled_spec_decode_tokens:
-                    request.spec_decode_metrics.observe(0, 0, detailed=True)
         return self._client_view(outputs)
 
     def _client_view(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
         """Outputs without twins; finishes twins whose owner has finished; reports refused requests."""
         if not self.twins and not self._refused:
             return outputs
-        orphans = [owner for owner, _ in self.twins.pairs() if owner not in self.requests or self.requests[owner].is_finished()]
+        orphans = [
+            owner for owner, _ in self.twins.pairs() if owner not in self.requests or self.requests[owner].is_finished()
+        ]
         for owner in orphans:
             twin = self.twins.remove(owner)
             if twin is not None:

@@ -31,7 +31,9 @@ def parse_tree(text: str, nodes: int) -> DraftTree:
         siblings = tuple(int(part) for part in match[1].split("."))
         return DraftTree.comb(nodes, siblings, int(match[2] or 0))
     except ValueError as error:
-        raise ValueError(f"sjd_pac: tree={text!r} with num_speculative_tokens={nodes - 1} is not allowed: {error}") from None
+        raise ValueError(
+            f"sjd_pac: tree={text!r} with num_speculative_tokens={nodes - 1} is not allowed: {error}"
+        ) from None
 
 
 def default_comb(nodes: int) -> DraftTree:

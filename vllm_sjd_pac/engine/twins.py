@@ -51,7 +51,7 @@ def make_twin(owner: Request, guidance: Guidance, family: ImageModelFamily) -> R
     It never stops by itself (its owner's end is its end) and draws no random numbers: the runner gives it the owner's
     tokens. It shares the owner's cache salt and block hasher, so equal negative prompts hit the prefix cache.
     """
-    assert owner.sampling_params is not None and owner.prompt_token_ids is not None
+    assert owner.prompt_token_ids is not None
     negative = guidance.negative_token_ids
     prompt = list(negative) if negative is not None else family.unconditional(owner.prompt_token_ids)
     return Request(

@@ -64,9 +64,7 @@ class CPUSpecDecodeWorker(SpecDecodeWorkerMixin, CPUWorker):
     """The worker on CPUs."""
 
     def _register_attention(self) -> None:
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN, "vllm_sjd_pac.engine.attention.cpu.CPUTreeAttentionBackend"
-        )
+        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_sjd_pac.engine.attention.cpu.CPUTreeAttentionBackend")
 
 
 class GPUSpecDecodeWorker(SpecDecodeWorkerMixin, Worker):

@@ -83,7 +83,12 @@ class ImageModelFamily(ABC):
 
     @abstractmethod
     def encode_prompt(
-        self, tokenizer: Tokenizer, prompt: str, *, size: tuple[int, int] | None = None, negative_prompt: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompt: str,
+        *,
+        size: tuple[int, int] | None = None,
+        negative_prompt: str | None = None,
     ) -> EncodedPrompt:
         """Build the model's own prompt around a user's words.
 
@@ -165,7 +170,7 @@ def find_family(hf_config: Any, model_path: str) -> ImageModelFamily:
         if architecture in _FAMILIES:
             return _resolve(_FAMILIES[architecture])(hf_config, model_path)
     raise ValueError(
-        f"sjd_pac: no image-token model family for architecture {', '.join(architectures) or 'unknown'} of {model_path}. "
+        f"sjd_pac: no image-token family for architecture {', '.join(architectures) or 'unknown'} of {model_path}. "
         f"Known: {', '.join((*known_architectures(), 'any model with an image_token_layout block in config.json'))}. "
         "Register another with vllm_sjd_pac.models.family.register_family."
     )
@@ -222,7 +227,12 @@ class GridFamily(ImageModelFamily):
         return self._layout
 
     def encode_prompt(
-        self, tokenizer: Tokenizer, prompt: str, *, size: tuple[int, int] | None = None, negative_prompt: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompt: str,
+        *,
+        size: tuple[int, int] | None = None,
+        negative_prompt: str | None = None,
     ) -> EncodedPrompt:
         self.check_size(size)
         unknown: list[str] = []

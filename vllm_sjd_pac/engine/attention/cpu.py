@@ -63,7 +63,9 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     def max_branches(self) -> int:
         return self.num_scratch_blocks
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CPUAttentionMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
         if not self.tree_step.has_branches:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
