@@ -124,9 +124,8 @@ def check_rows(trees: TreeBatch, tokens: Tensor, rows: Tensor, state: WindowStat
 def check_window(trees: TreeBatch, state: WindowState) -> None:
     """Raise ValueError where a tree is larger than the window or the batches differ."""
     if trees.max_main > state.pool.max_window:
-        raise ValueError(
-            f"trees: a main chain of {trees.max_main} nodes is larger than the window (max_window = {state.pool.max_window})"
-        )
+        window = state.pool.max_window
+        raise ValueError(f"trees: a main chain of {trees.max_main} nodes exceeds the window (max_window = {window})")
     if trees.batch_size != state.slots.shape[0]:
         raise ValueError(f"trees: {trees.batch_size} trees for a state of {state.slots.shape[0]} requests")
 
@@ -137,8 +136,7 @@ def freshest_line(trees: TreeBatch, node: Tensor) -> Tensor:
     The line of rank-0 edges through ``node`` long [B], below it; elsewhere the main chain. Returns long
     [B, M+1], -1 where the tree has no such node.
     """
-    depth = torch.arange(trees.max_main + 1, device=node.device)
-    line = torch.where(depth <= trees.main_length.unsqueeze(1), depth, -1)
+    line = trees.main_line
     if trees.branch_height < 2:  # no node hangs below a branch node
         return line
     column = node.unsqueeze(1)

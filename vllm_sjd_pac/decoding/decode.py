@@ -53,7 +53,7 @@ def jacobi_decode(
     ``target(prefix, tokens, parents)`` gives logits [T, V] of the token after the path to each node; ``prefix`` is
     everything before the root ``tokens[0]``. -inf forbids a token.
     ``rule``: "race" (same tokens as ``mode="ar"`` from the same generator state, whatever the tree) or "rejection"
-    (same law). ``mode``: "pac", "pd" (trees), "ac", "sjd" (the same number of nodes as a chain), "ar" (one token a call).
+    (same law). ``mode``: "pac", "pd" (trees), "ac", "sjd" (as many nodes in a chain), "ar" (one token a call).
     ``proposal``: law of the drafts that enter the window: "uniform", or positions long [n] -> weights [n, V] or [V].
     ``memory``, ``smoothing``: drafting of `race`; `rejection` ignores them. ``tree``: default `default_tree(64)`.
     Raises ValueError naming the argument where an argument, or what ``target`` returns, cannot be used.
@@ -147,7 +147,8 @@ def simulate(
     active = pool.allocate_many(keys)
     who = torch.arange(batch)
     out = torch.full((batch, num_tokens), -1)
-    accepted, branched = [], []
+    accepted: list[Tensor] = []
+    branched: list[Tensor] = []
     state = pool.gather(active)
     trees = TreeBatch.gather([pick(0).limit_depth(num_tokens - 1)], torch.zeros(batch, dtype=torch.long))
     tokens = rule.draft(trees, state, None, _bind(legal, state.keys))

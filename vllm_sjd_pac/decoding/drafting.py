@@ -19,58 +19,70 @@ depend on drafts or on noise of the same or later positions."""
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """The next window's positions in one flat list of T = continued + held + entering entries.
+    """The next window's positions in one flat list of T entries, sorted by what is known about them.
 
-    ``rows``, ``offsets``: long [T], batch row and window offset (0 = the token after the new root) of each entry.
-    ``source``: long [continued], flat index into rows [B * N, V] of the freshest row: **continue**.
-    Held positions keep their draft although no row was computed for them (the tree was cut).
-    Entering positions have neither draft nor row: **extend**.
+    First ``refined`` entries: a fresh row and an earlier estimate; then, up to ``continued``: a fresh row only; up to
+    ``known``: a draft, but no fresh row (the tree was cut); the rest enters the window with neither.
+    ``rows``, ``offsets``: long [T], batch row and window offset (0 = the token after the new root) of each entry;
+    ``ring``: long [T], its flat ring index; ``source``: long [continued], flat index into rows [B * N, V] of the
+    fresh row; ``fresh_length``: long [B], number of positions with a fresh row.
     """
 
     rows: Tensor
     offsets: Tensor
+    ring: Tensor
     source: Tensor
+    fresh_length: Tensor
+    refined: int
     continued: int
-    held: int
+    known: int
 
     @property
     def total(self) -> int:
-        return self.rows.shape[0]
+        return self.ring.shape[0]
 
 
 def plan_window(trees: TreeBatch, state: WindowState, verdict: Verdict | None) -> WindowPlan:
-    """Sort the positions of the next window by what is known about them (``state`` has advanced already)."""
+    """Sort the positions of the next window (``state`` has advanced past the committed tokens already)."""
     check_window(trees, state)
-    offsets = torch.arange(trees.max_main, device=state.slots.device)
-    inside = offsets < trees.main_length.unsqueeze(1)
+    width = trees.max_main
+    grid = state.ring_grid(width)
+    offsets = torch.arange(width, device=grid.device)
+    inside, length, estimated = trees.main_length, state.length, state.estimated
     if verdict is None:
-        has_row = torch.zeros_like(inside)
-        node = None
+        fresh = torch.zeros_like(length)
     else:
-        depth = verdict.counts.unsqueeze(1) + offsets  # depth of the node whose row this position continues
-        last = verdict.line.shape[1] - 1
-        node = verdict.line.gather(1, depth.clamp(max=last))
-        has_row = inside & (depth <= last) & (node >= 0)
-    has_draft = offsets < state.length.unsqueeze(1)
-    groups = [has_row, inside & ~has_row & has_draft, inside & ~has_row & ~has_draft]
-    pairs = [group.nonzero(as_tuple=True) for group in groups]
-    if node is None or verdict is None:
-        source = offsets.new_empty(0)
+        fresh = torch.minimum((verdict.line >= 0).sum(1) - verdict.counts, inside).clamp_(min=0)
+    if trees.batch_size == 1:  # the common case of one image: everything is a slice
+        numbers = torch.cat([inside, fresh, length, estimated]).tolist()
+        total, continued = numbers[0], numbers[1]
+        known = min(max(continued, numbers[2]), total)
+        refined = max(0, min(continued, numbers[3]))
+        rows, columns, ring = torch.zeros_like(offsets), offsets, grid[0]
     else:
-        source = pairs[0][0] * verdict.rows.shape[1] + node[pairs[0]]
-    return WindowPlan(
-        rows=torch.cat([rows for rows, _ in pairs]),
-        offsets=torch.cat([columns for _, columns in pairs]),
-        source=source,
-        continued=pairs[0][0].shape[0],
-        held=pairs[1][0].shape[0],
-    )
+        # Each group is a range of offsets: [0, refined), [refined, fresh), [fresh, known), [known, inside).
+        ends = torch.stack([torch.minimum(estimated, fresh), fresh, torch.maximum(length, fresh), inside])
+        ends = torch.minimum(ends, inside).cummax(0).values
+        starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        groups = (offsets >= starts.unsqueeze(2)) & (offsets < ends.unsqueeze(2))
+        entries = groups.nonzero()
+        refined, continued, known, total = groups.sum((1, 2)).cumsum(0).tolist()
+        rows, columns = entries[:, 1], entries[:, 2]
+        ring = grid[rows, columns]
+    if verdict is None or not continued:
+        source = offsets[:0]
+    elif trees.batch_size == 1:
+        count = int(verdict.counts)
+        source = verdict.line[0, count : count + continued]
+    else:
+        b, i = rows[:continued], columns[:continued]
+        source = verdict.line[b, verdict.counts[b] + i] + b * verdict.rows.shape[1]
+    return WindowPlan(rows, columns, ring, source, fresh, refined, continued, known)
 
 
 def entering_weights(plan: WindowPlan, state: WindowState, legal: Legal | None, proposal: Proposal | None) -> Tensor:
     """Initial proposals float32 [E, V] for the entering positions: weights, not normalised; 0 = illegal."""
-    first = plan.continued + plan.held
-    rows, offsets = plan.rows[first:], plan.offsets[first:]
+    rows, offsets = plan.rows[plan.known :], plan.offsets[plan.known :]
     entering, vocab = rows.shape[0], state.pool.vocab_size
     weights = torch.ones(entering, vocab, device=rows.device)
     if not entering:
@@ -103,12 +115,13 @@ def node_tokens(trees: TreeBatch, root: Tensor, plan: WindowPlan, drafts: Tensor
     table[plan.rows, plan.offsets + 1, 0] = drafts
     if siblings is not None:
         table[:, 1 : siblings.shape[1] + 1, 1:] = siblings
-    tokens = table.flatten(1).gather(1, trees.depths * trees.width + trees.ranks)
-    return torch.where(trees.valid, tokens, -1)
+    return table.flatten(1).gather(1, trees.places).masked_fill_(~trees.valid, -1)
 
 
 def sibling_rows(trees: TreeBatch, plan: WindowPlan) -> Tensor:
-    """Index long [B, S] into the plan of the positions that have siblings (0 where a window is shorter)."""
+    """Index long [B * S] into the plan of the positions that have siblings (0 where a window is shorter)."""
+    if trees.batch_size == 1:
+        return torch.arange(trees.sibling_depth, device=plan.ring.device)
     place = plan.rows.new_zeros(trees.batch_size, trees.max_main)
     place[plan.rows, plan.offsets] = torch.arange(plan.total, device=plan.rows.device)
-    return place[:, : trees.sibling_depth]
+    return place[:, : trees.sibling_depth].flatten()

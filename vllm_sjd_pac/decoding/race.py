@@ -19,7 +19,7 @@ from vllm_sjd_pac.decoding.drafting import (
     plan_window,
     sibling_rows,
 )
-from vllm_sjd_pac.decoding.randomness import NoiseSource
+from vllm_sjd_pac.decoding.randomness import NoiseSource, first_argmax
 from vllm_sjd_pac.decoding.state import WindowState
 from vllm_sjd_pac.decoding.tree import TreeBatch
 
@@ -60,21 +60,26 @@ class RaceRule(AcceptanceRule):
     def verify(self, trees: TreeBatch, tokens: Tensor, rows: Tensor, state: WindowState) -> Verdict:
         check_rows(trees, tokens, rows, state, values=False)
         batch, depth, vocab = trees.batch_size, trees.max_main, rows.shape[2]
-        state.prepare_noise(self.noise, trees.main_length + 1)
+        state.prepare_noise(self.noise, trees.main_length)
         steps = torch.arange(depth + 1, device=tokens.device)
-        each = torch.arange(batch, device=tokens.device)
-        noise = state.noise_rows(self.noise, each.repeat_interleave(depth + 1), steps.repeat(batch))
+        noise = state.noise_rows(self.noise, state.ring_grid(depth + 1).flatten(), None, steps)
         noise = noise.view(batch, depth + 1, vocab)
-        winners = (noise + rows[:, : depth + 1]).argmax(-1)
+        winners = first_argmax(noise + rows[:, : depth + 1])
 
         # Along the main chain: how many drafts won their race?
-        won = (tokens[:, 1 : depth + 1] == winners[:, :-1]) & (steps[1:] <= trees.main_length.unsqueeze(1))
-        kept = won.long().cumprod(1).sum(1)
-        node, token = kept, winners.gather(1, kept.unsqueeze(1)).squeeze(1)
-        committed = torch.where(steps <= kept.unsqueeze(1), winners, -1)
-        path = torch.where(steps[1:] <= kept.unsqueeze(1), steps[1:], -1)
+        won = (tokens[:, 1 : depth + 1] == winners[:, :-1]) & trees.valid[:, 1 : depth + 1]
+        won &= trees.main_line[:, 1:] > 0
+        kept = won.cumprod(1).sum(1)
+        walked = steps <= kept.unsqueeze(1)
+        committed = winners.masked_fill(~walked, -1)
+        path = steps[1:].expand(batch, depth).masked_fill(~walked[:, 1:], -1)
+        node = kept
 
         # Off it: does a sibling carry the winner? Then go on from there.
+        if trees.branch_height:
+            each = torch.arange(batch, device=tokens.device)
+            token = winners[each, kept]
+            path = path.clone()
         for _ in range(trees.branch_height):
             child = (trees.parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & trees.valid
             found = child.any(1)
@@ -85,8 +90,8 @@ class RaceRule(AcceptanceRule):
             token = torch.where(found, (rows[each, node] + noise[each, at]).argmax(-1), token)
             committed[each, at] = token
             path[each, at - 1] = torch.where(found, node, path[each, at - 1])
-        counts = trees.depths[each, node] + 1
-        state.advance(counts)
+        counts = trees.depths.gather(1, node.unsqueeze(1)).squeeze(1) + 1
+        state.commit(counts)
         return Verdict(committed, counts, kept, path, rows, freshest_line(trees, node))
 
     # -- draft ----------------------------------------------------------------------------------------------
@@ -94,79 +99,66 @@ class RaceRule(AcceptanceRule):
     def draft(
         self, trees: TreeBatch, state: WindowState, verdict: Verdict | None, legal: Legal | None = None
     ) -> Tensor:
-        root = verdict.last if verdict is not None else torch.full_like(state.position, -1)
+        root = verdict.last if verdict is not None else torch.full_like(state.slots, -1)
+        state.prepare_noise(self.noise, trees.main_length)
         plan = plan_window(trees, state, verdict)
-        state.prepare_noise(self.noise, trees.main_length + 1)
-        ring = state.ring_index(plan.rows, plan.offsets)
-        scores = state.noise_rows(self.noise, plan.rows, plan.offsets)
-        end = plan.continued + plan.held
+        if not plan.total:
+            return node_tokens(trees, root, plan, plan.offsets, None)
+        scores = state.noise_rows(self.noise, plan.ring, plan.rows, plan.offsets)
         if verdict is not None and plan.continued:
-            scores[: plan.continued] += self._estimate(plan, state, verdict, ring)
-        if plan.held and self.keeps_estimates:
-            scores[plan.continued : end] += state.flat("estimates").index_select(0, ring[plan.continued : end])
-        if plan.total > end:
-            scores[end:] += entering_weights(plan, state, legal, self.proposal).log_()
-        drafts = scores.argmax(-1)
-        if plan.held and not self.keeps_estimates:
-            drafts[plan.continued : end] = state.flat("tokens")[ring[plan.continued : end]]
-        earlier = self._remember(plan, state, ring, drafts)
-        siblings = self._siblings(trees, plan, scores, drafts, earlier)
-        state.flat("tokens")[ring] = drafts
-        state.length = torch.maximum(state.length, trees.main_length)
-        state.pool.scatter(state)
+            scores[: plan.continued] += self._estimate(plan, state, verdict)
+        if plan.known > plan.continued and self.keeps_estimates:
+            held = plan.ring[plan.continued : plan.known]
+            scores[plan.continued : plan.known] += state.flat("estimates").index_select(0, held)
+        if plan.total > plan.known:
+            weights = entering_weights(plan, state, legal, self.proposal)
+            scores[plan.known :] += weights.log_()
+            if self.keeps_estimates:
+                state.flat("estimates").index_copy_(0, plan.ring[plan.known :], weights)
+        drafts = first_argmax(scores)
+        if plan.known > plan.continued and not self.keeps_estimates:
+            drafts[plan.continued : plan.known] = state.flat("drafts")[plan.ring[plan.continued : plan.known], 0]
+        history = self._remember(plan, state, drafts)
+        siblings = self._siblings(trees, plan, scores, history)
+        state.note_window(trees.main_length, plan.fresh_length)
         return node_tokens(trees, root, plan, drafts, siblings)
 
-    def _estimate(self, plan: WindowPlan, state: WindowState, verdict: Verdict, ring: Tensor) -> Tensor:
+    def _estimate(self, plan: WindowPlan, state: WindowState, verdict: Verdict) -> Tensor:
         """Fresh rows [continued, V], smoothed with the previous estimates where there are any: est_j."""
         fresh = verdict.rows.flatten(0, 1).index_select(0, plan.source)
         if not self.keeps_estimates:
             return fresh
-        index, estimates = ring[: plan.continued], state.flat("estimates")
-        rows, offsets = plan.rows[: plan.continued], plan.offsets[: plan.continued]
-        end = state.pool["estimate_end"]
-        position = state.position[rows] + offsets
+        estimates = state.flat("estimates")
         if self.mixing == "laws":
             fresh = fresh.softmax(-1)
-        new = (position >= end[state.slots[rows]]).nonzero(as_tuple=True)[0]
-        estimates.index_copy_(0, index[new], fresh[new])  # mixing a row with itself changes nothing
-        fresh.mul_(1 - self.smoothing).add_(estimates.index_select(0, index), alpha=self.smoothing)
-        estimates.index_copy_(0, index, fresh)
-        end.scatter_reduce_(0, state.slots[rows], position + 1, "amax")
+        previous = estimates.index_select(0, plan.ring[: plan.refined])
+        fresh[: plan.refined].mul_(1 - self.smoothing).add_(previous, alpha=self.smoothing)
+        estimates.index_copy_(0, plan.ring[: plan.continued], fresh)
         return fresh.log() if self.mixing == "laws" else fresh
 
-    def _remember(self, plan: WindowPlan, state: WindowState, ring: Tensor, drafts: Tensor) -> Tensor | None:
-        """Earlier main drafts long [T, H] of each position, newest first, -1 = none; brought up to date."""
-        if not self.memory:
-            return None
-        tokens, memory = state.flat("tokens"), state.flat("memory")
-        end = plan.continued + plan.held
-        before, history = tokens[ring], memory[ring]
-        before_known = plan.offsets < state.length[plan.rows]
-        before = torch.where(before_known, before, -1)
-        history[end:] = -1
-        shifted = torch.cat([before.unsqueeze(1), history[:, :-1]], 1)
-        changed = ((before != drafts) & (before >= 0)).unsqueeze(1)
-        history = torch.where(changed, shifted, torch.where(before_known.unsqueeze(1), history, -1))
-        memory[ring] = history
+    def _remember(self, plan: WindowPlan, state: WindowState, drafts: Tensor) -> Tensor:
+        """Main drafts long [T, 1+H] of each position, newest first, -1 = none; brought up to date."""
+        stored = state.flat("drafts")
+        history = stored.index_select(0, plan.ring)
+        history[plan.known :] = -1
+        newest = drafts.unsqueeze(1)
+        history = torch.where(history[:, :1] != newest, torch.cat([newest, history[:, :-1]], 1), history)
+        stored.index_copy_(0, plan.ring, history)
         return history
 
-    def _siblings(
-        self, trees: TreeBatch, plan: WindowPlan, scores: Tensor, drafts: Tensor, earlier: Tensor | None
-    ) -> Tensor | None:
+    def _siblings(self, trees: TreeBatch, plan: WindowPlan, scores: Tensor, history: Tensor) -> Tensor | None:
         """Tokens long [B, S, K-1]: runners-up of each race, earlier main drafts of the position preferred."""
         if trees.width == 1:
             return None
         place = sibling_rows(trees, plan)
-        flat = place.flatten()
-        own = drafts[flat].unsqueeze(1)
-        ranking = scores.index_select(0, flat)
-        if earlier is not None:
-            old = earlier[flat]
-            known = old.clamp(min=0)
-            bonus = torch.where(old >= 0, self.memory_bonus, 0.0)
-            ranking.scatter_(1, known, ranking.gather(1, known) + bonus)
+        ranking, history = scores.index_select(0, place), history.index_select(0, place)
+        own = history[:, :1]
+        if self.memory:
+            known = torch.where(history >= 0, history, own)
+            ranking.scatter_(1, known, ranking.gather(1, known) + self.memory_bonus)
         ranking.scatter_(1, own, float("-inf"))
         best, siblings = ranking.topk(min(trees.width - 1, ranking.shape[1]), dim=1)
         siblings = torch.where(best > float("-inf"), siblings, own)
-        siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
-        return siblings.view(*place.shape, trees.width - 1)
+        if siblings.shape[1] < trees.width - 1:
+            siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
+        return siblings.view(trees.batch_size, trees.sibling_depth, trees.width - 1)

@@ -87,11 +87,14 @@ class RejectionRule(AcceptanceRule):
         node = kept = end[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)
         token = torch.zeros_like(node)
-        for _ in range(trees.branch_levels + 1):
-            child, drawn = self._choose(trees, tokens, valid, laws[each, node], q_rows, ring, uniforms, node)
+        for level in range(trees.branch_levels + 1):
+            width = trees.width if level < trees.branch_levels else 1  # no siblings hang below the last level
+            child, drawn = self._choose(trees, tokens, valid, laws[each, node], q_rows, ring, uniforms, node, width)
             token = torch.where(walking & (child < 0), drawn, token)
             walking = walking & (child >= 0)
             node = torch.where(walking, end[each, child], node)
+            if _nobody(walking):
+                break
 
         counts = trees.depths[each, node] + 1
         on_path = trees.ancestors[each, node] & (trees.depths > 0)
@@ -100,7 +103,7 @@ class RejectionRule(AcceptanceRule):
         path = blank.scatter(1, target, here)[:, 1 : depth + 1]
         committed = blank.scatter(1, target, tokens)[:, 1:]
         committed[each, counts - 1] = token
-        state.advance(counts)
+        state.commit(counts)
         return Verdict(committed, counts, kept, path, laws, freshest_line(trees, node))
 
     def _choose(
@@ -113,15 +116,16 @@ class RejectionRule(AcceptanceRule):
         ring: Tensor,
         uniforms: Tensor,
         node: Tensor,
+        width: int,
     ) -> tuple[Tensor, Tensor]:
         """At ``node`` [B], whose first candidate (if any) was rejected: the accepted sibling's node [B], -1 = none,
         and the token [B] drawn where there is none. ``p`` [B, V]: the row of ``node``."""
         each = torch.arange(node.shape[0], device=node.device)
-        depth, width = trees.depths[each, node], trees.width
+        depth = trees.depths[each, node]
         here = torch.arange(trees.nodes, device=node.device).expand_as(tokens)
         mine = (trees.parents == node.unsqueeze(1)) & valid
         children = torch.full((node.shape[0], width + 1), -1, dtype=torch.long, device=node.device)
-        children = children.scatter_(1, torch.where(mine, trees.ranks, width), torch.where(mine, here, -1))[:, :width]
+        children = children.scatter_(1, torch.where(mine, trees.ranks, width).clamp_(max=width), here)[:, :width]
         candidates = torch.where(children >= 0, tokens.gather(1, children.clamp(min=0)), 0)
         q = q_rows[ring[each, depth]]
         u = uniforms[each, depth]
@@ -134,10 +138,12 @@ class RejectionRule(AcceptanceRule):
                 accepted = tested & (u[:, k] * q_x < p_x)
                 chosen = torch.where(accepted, children[:, k], chosen)
                 tested = tested & ~accepted
+            if _nobody(tested):
+                continue
             tested = tested.unsqueeze(1)
             p = torch.where(tested, residual(p, q), p)
             q = torch.where(tested, without(q, candidate), q)
-        drawn = draw(p, u[:, width])
+        drawn = draw(p, u[:, -1])
         if self.candidates == "residual" and width > 1:
             equal = (candidates[:, 1:] == drawn.unsqueeze(1)) & (children[:, 1:] >= 0)
             chosen = torch.where(equal.any(1), children[each, 1 + equal.long().argmax(1)], chosen)
@@ -148,66 +154,68 @@ class RejectionRule(AcceptanceRule):
     def draft(
         self, trees: TreeBatch, state: WindowState, verdict: Verdict | None, legal: Legal | None = None
     ) -> Tensor:
-        root = verdict.last if verdict is not None else torch.full_like(state.position, -1)
+        root = verdict.last if verdict is not None else torch.full_like(state.slots, -1)
         plan = plan_window(trees, state, verdict)
-        ring = state.ring_index(plan.rows, plan.offsets)
-        uniforms = self.randomness.uniform(state.keys, state.position, _CONTINUE, 2 * max(1, trees.max_main))
+        if not plan.total:
+            return node_tokens(trees, root, plan, plan.offsets, None)
+        uniforms = self.randomness.uniform(state.keys, state.position, _CONTINUE, 2 * trees.max_main)
         uniforms = uniforms.view(trees.batch_size, -1, 2)[plan.rows, plan.offsets]
-        drafts = state.flat("tokens")[ring]
+        drafts = state.flat("drafts").index_select(0, plan.ring).squeeze(1)
         if verdict is not None and plan.continued:
-            self._continue(plan, state, verdict, ring, drafts, uniforms)
-        entering = plan.continued + plan.held
-        if plan.total > entering:
+            self._continue(plan, state, verdict, drafts, uniforms)
+        if plan.total > plan.known:
             weights = entering_weights(plan, state, legal, self.proposal)
             weights /= weights.sum(-1, keepdim=True)
-            drafts[entering:] = draw(weights, uniforms[entering:, 0])
-            state.flat("estimates").index_copy_(0, ring[entering:], weights)
-        state.flat("tokens")[ring] = drafts
-        state.length = torch.maximum(state.length, trees.main_length)
-        state.pool.scatter(state)
-        return node_tokens(trees, root, plan, drafts, self._branch(trees, plan, state, ring, drafts))
+            drafts[plan.known :] = draw(weights, uniforms[plan.known :, 0])
+            state.flat("estimates").index_copy_(0, plan.ring[plan.known :], weights)
+        state.flat("drafts").index_copy_(0, plan.ring, drafts.unsqueeze(1))
+        state.note_window(trees.main_length, trees.main_length)
+        return node_tokens(trees, root, plan, drafts, self._branch(trees, plan, state, drafts))
 
     def _continue(
-        self, plan: WindowPlan, state: WindowState, verdict: Verdict, ring: Tensor, drafts: Tensor, uniforms: Tensor
+        self, plan: WindowPlan, state: WindowState, verdict: Verdict, drafts: Tensor, uniforms: Tensor
     ) -> None:
         """Couple each later draft to its fresh law p_j (adaptive continuation), in place; then q_j := p_j."""
-        count = plan.continued
-        index, q_rows = ring[:count], state.flat("estimates")
-        known = plan.offsets[:count] < state.length[plan.rows[:count]]
+        index, known, q_rows = plan.ring[: plan.continued], plan.refined, state.flat("estimates")
         fresh = verdict.rows.flatten(0, 1).index_select(0, plan.source)
+        previous = q_rows.index_select(0, index[:known])
         if self.smoothing:
-            mixed = fresh * (1 - self.smoothing) + q_rows.index_select(0, index) * self.smoothing
-            fresh = torch.where(known.unsqueeze(1), mixed, fresh)
-        vocab, x = fresh.shape[1], drafts[:count]
-        adaptive = self.mode in ("ac", "pac")
-        q_x = q_rows.flatten().take(index * vocab + x)
-        p_x = fresh.gather(1, x.unsqueeze(1)).squeeze(1)
-        stays = known & (uniforms[:count, 0] * q_x < p_x) if adaptive else torch.zeros_like(known)
-        redrawn = (~stays).nonzero(as_tuple=True)[0]
-        law = fresh[redrawn]
-        if adaptive:
-            coupled = residual(law, q_rows.index_select(0, index[redrawn]))
-            law = torch.where(known[redrawn].unsqueeze(1), coupled, law)
-        drafts[redrawn] = draw(law, uniforms[redrawn, 1])
+            fresh[:known].mul_(1 - self.smoothing).add_(previous, alpha=self.smoothing)
+        law = fresh
+        if self.mode in ("ac", "pac"):
+            x = drafts[:known].unsqueeze(1)
+            q_x, p_x = previous.gather(1, x).squeeze(1), fresh.gather(1, x).squeeze(1)
+            stays = uniforms[:known, 0] * q_x < p_x
+            redrawn = (~stays).nonzero().squeeze(1)
+            coupled = residual(fresh[redrawn], previous[redrawn])
+            redrawn = torch.cat([redrawn, torch.arange(known, plan.continued, device=redrawn.device)])
+            law = torch.cat([coupled, fresh[known:]])
+            drafts[redrawn] = draw(law, uniforms[redrawn, 1])
+        else:
+            drafts[: plan.continued] = draw(law, uniforms[: plan.continued, 1])
         q_rows.index_copy_(0, index, fresh)
 
-    def _branch(
-        self, trees: TreeBatch, plan: WindowPlan, state: WindowState, ring: Tensor, drafts: Tensor
-    ) -> Tensor | None:
+    def _branch(self, trees: TreeBatch, plan: WindowPlan, state: WindowState, drafts: Tensor) -> Tensor | None:
         """Siblings long [B, S, K-1]: drawn from q_j without replacement, x_j removed first (proactive drafting)."""
         if trees.width == 1:
             return None
         place = sibling_rows(trees, plan)
-        own = drafts[place.flatten()].unsqueeze(1)
-        q = state.flat("estimates").index_select(0, ring[place.flatten()]).scatter_(1, own, 0.0)
+        own = drafts[place].unsqueeze(1)
+        q = state.flat("estimates").index_select(0, plan.ring[place]).scatter_(1, own, 0.0)
         shape = (trees.batch_size, trees.sibling_depth * q.shape[1])
         uniforms = self.randomness.uniform(state.keys, state.position, _BRANCH, shape[1]).view(q.shape)
         clocks = uniforms.neg_().log1p_().neg_().clamp_(min=1e-300)
         arrivals, siblings = (q / clocks).topk(min(trees.width - 1, q.shape[1]), dim=1)
         # Fewer tokens of positive probability than siblings: repeat the main draft, which verification skips.
         siblings = torch.where(arrivals > 0, siblings, own)
-        siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
-        return siblings.view(*place.shape, trees.width - 1)
+        if siblings.shape[1] < trees.width - 1:
+            siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
+        return siblings.view(trees.batch_size, trees.sibling_depth, trees.width - 1)
+
+
+def _nobody(mask: Tensor) -> bool:
+    """Whether ``mask`` is false everywhere, where looking costs no synchronisation."""
+    return mask.device.type == "cpu" and not bool(mask.any())
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

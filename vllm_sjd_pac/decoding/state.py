@@ -16,16 +16,19 @@ if TYPE_CHECKING:
     from vllm_sjd_pac.decoding.acceptance import AcceptanceRule
     from vllm_sjd_pac.decoding.randomness import NoiseSource
 
+_NUMBERS = ("key", "position", "draft_end", "estimate_end", "noise_end")
+
 
 class WindowPool:
     """Window state of many requests; a slot per request, grown on demand.
 
-    Per slot, with R = ``max_window`` + 1 ring rows: ``position`` (absolute position of the token after the root),
-    ``length`` (window positions that hold a draft), ``estimate_end`` and ``noise_end`` (positions below them have an
-    estimate row from the model, a noise row), ``key`` (seed for the random numbers), ``tokens``
-    long [R] (main drafts), ``memory`` long [R, H] (earlier main drafts, newest first, -1 = none),
-    ``estimates`` float32 [R, V] (`rejection`: the laws the drafts were drawn from; `race`: smoothed rows),
-    ``noise`` float32 [R, V].
+    Per slot, with R = ``max_window`` + 1 ring rows:
+
+    * ``numbers`` long [5]: ``key`` (seed of the random numbers), ``position`` (absolute position of the token after
+      the root), and the positions below which the window has drafts, estimate rows and noise rows;
+    * ``drafts`` long [R, 1 + H]: main draft, then earlier main drafts of the position, newest first, -1 = none;
+    * ``estimates`` float32 [R, V]: `rejection`: the law each draft was drawn from; `race`: smoothed rows;
+    * ``noise`` float32 [R, V]: `race` only.
     """
 
     def __init__(
@@ -42,26 +45,18 @@ class WindowPool:
             raise ValueError(f"max_window: expected at least 0 (length of the main chain), got {max_window}")
         self.vocab_size, self.max_window, self.device = vocab_size, max_window, torch.device(device)
         self.ring = max_window + 1
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "position": ((), torch.long),
-            "length": ((), torch.long),
-            "estimate_end": ((), torch.long),
-            "noise_end": ((), torch.long),
-            "key": ((), torch.long),
-            "tokens": ((self.ring,), torch.long),
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "numbers": ((len(_NUMBERS),), torch.long),
+            "drafts": ((self.ring, 1 + rule.memory), torch.long),
         }
-        if rule.memory:
-            shapes["memory"] = ((self.ring, rule.memory), torch.long)
         if rule.keeps_estimates:
-            shapes["estimates"] = ((self.ring, vocab_size), torch.float32)
+            self._shapes["estimates"] = ((self.ring, vocab_size), torch.float32)
         if rule.keeps_noise:
-            shapes["noise"] = ((self.ring, vocab_size), torch.float32)
-        self._shapes = shapes
+            self._shapes["noise"] = ((self.ring, vocab_size), torch.float32)
         self._data = {
-            name: torch.empty((0, *shape), dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+            name: torch.empty((0, *shape), dtype=dtype, device=device) for name, (shape, dtype) in self._shapes.items()
         }
         self._free: list[int] = []
-        self._capacity = 0
         self._used: set[int] = set()
         self._grow(max(1, capacity))
 
@@ -80,14 +75,13 @@ class WindowPool:
         return sum(data[0].numel() * data.element_size() for data in self._data.values())
 
     def allocate(self, key: int = 0, position: int = 0) -> int:
-        """A slot with an empty window. ``key`` seeds the request's random numbers (unused by noise sources that
-        keep their own streams); ``position``: absolute position of the token after the root."""
+        """A slot with an empty window. ``key`` seeds the request's random numbers (or is whatever the engine's own
+        noise source goes by); ``position``: absolute position of the token after the root."""
         if not self._free:
-            self._grow(max(4, self._capacity // 2))
+            self._grow(max(4, len(self._used) // 2))
         slot = self._free.pop()
         self._used.add(slot)
-        self._data["key"][slot] = key
-        self.reset(slot, position)
+        self._data["numbers"][slot] = torch.tensor([key, *[position] * 4], device=self.device)
         return slot
 
     def allocate_many(self, keys: Tensor) -> Tensor:
@@ -97,15 +91,12 @@ class WindowPool:
         chosen = [self._free.pop() for _ in range(keys.shape[0])]
         self._used.update(chosen)
         slots = torch.tensor(chosen, device=self.device)
-        self._data["key"][slots] = keys
-        for name in ("position", "length", "estimate_end", "noise_end"):
-            self._data[name][slots] = 0
+        self._data["numbers"][slots] = torch.nn.functional.pad(keys.unsqueeze(1), (0, 4))
         return slots
 
     def reset(self, slot: int, position: int) -> None:
         """Forget the window of ``slot`` and go to ``position`` (O(1): no row is cleared)."""
-        for name, value in (("position", position), ("length", 0), ("estimate_end", position), ("noise_end", position)):
-            self._data[name][slot] = value
+        self._data["numbers"][slot, 1:] = position
 
     def free(self, slot: int) -> None:
         """Give ``slot`` back."""
@@ -116,82 +107,101 @@ class WindowPool:
 
     def gather(self, slots: Tensor) -> WindowState:
         """The state of a batch of requests; ``slots`` long [B] without repetition."""
-        if self.device.type != slots.device.type:
-            slots = slots.to(self.device)
-        return WindowState(self, slots, *(self._data[name][slots] for name in ("key", "position", "length")))
-
-    def scatter(self, state: WindowState) -> None:
-        """Write the per-request numbers back (rules do it themselves; large rows are written in place anyway)."""
-        self._data["position"][state.slots] = state.position
-        self._data["length"][state.slots] = state.length
+        return WindowState(self, slots, self._data["numbers"].index_select(0, slots))
 
     def _grow(self, more: int) -> None:
+        capacity = self._data["numbers"].shape[0]
         for name, (shape, dtype) in self._shapes.items():
             fresh = torch.zeros((more, *shape), dtype=dtype, device=self.device)
             self._data[name] = torch.cat([self._data[name], fresh])
-        self._free.extend(range(self._capacity + more - 1, self._capacity - 1, -1))
-        self._capacity += more
+        self._free.extend(range(capacity + more - 1, capacity - 1, -1))
 
 
 @dataclass
 class WindowState:
-    """Handle on the windows of B requests. ``slots``, ``keys``, ``position``, ``length``: long [B] (see `WindowPool`).
+    """Handle on the windows of B requests: their ``slots`` long [B] and ``numbers`` long [B, 5] (see `WindowPool`).
 
-    Rules advance it in place and write through to the pool; it stays usable from step to step while the batch
-    stays the same, or is gathered anew.
+    Rules advance it and write through to the pool, so it may be kept from step to step while the batch stays the
+    same, or gathered anew in every step.
     """
 
     pool: WindowPool
     slots: Tensor
-    keys: Tensor
-    position: Tensor
-    length: Tensor
+    numbers: Tensor
 
-    def ring_index(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Flat index into a ring field viewed as [slots * ring, ...], for batch rows and window offsets (0 = the
-        token after the root); both long, of equal shape."""
-        ring = self.pool.ring
-        return self.slots[rows] * ring + (self.position[rows] + offsets) % ring
+    @property
+    def keys(self) -> Tensor:
+        """Seeds, long [B]."""
+        return self.numbers[:, 0]
+
+    @property
+    def position(self) -> Tensor:
+        """Absolute position of the token after the root, long [B]."""
+        return self.numbers[:, 1]
+
+    @property
+    def length(self) -> Tensor:
+        """How many window positions hold a draft (0 or less: none), long [B]."""
+        return self.numbers[:, 2] - self.numbers[:, 1]
+
+    @property
+    def estimated(self) -> Tensor:
+        """How many window positions have an estimate row (0 or less: none), long [B]."""
+        return self.numbers[:, 3] - self.numbers[:, 1]
+
+    def commit(self, counts: Tensor) -> None:
+        """Move the roots ``counts`` long [B] positions on."""
+        self.numbers[:, 1] += counts
+        self.save()
+
+    def note_window(self, drafted: Tensor, estimated: Tensor) -> None:
+        """Record that the first ``drafted`` positions hold drafts and the first ``estimated`` an estimate; long [B]."""
+        ends = torch.stack([drafted, estimated], 1) + self.numbers[:, 1:2]
+        self.numbers[:, 2:4] = torch.maximum(self.numbers[:, 2:4], ends)
+        self.save()
+
+    def save(self) -> None:
+        """Write the numbers back to the pool."""
+        self.pool["numbers"].index_copy_(0, self.slots, self.numbers)
 
     def ring_grid(self, width: int) -> Tensor:
-        """`ring_index` of offsets 0..width-1 of every request: long [B, width]."""
+        """Flat index long [B, width] of window offsets 0..width-1 (0 = the token after the root) into a ring field
+        viewed as [slots * R, ...]."""
         ring = self.pool.ring
         offsets = torch.arange(width, device=self.slots.device)
-        return (self.slots * ring).unsqueeze(1) + (self.position.unsqueeze(1) + offsets) % ring
+        return (self.position.unsqueeze(1) + offsets).remainder_(ring).add_((self.slots * ring).unsqueeze(1))
 
     def flat(self, name: str) -> Tensor:
-        """Ring field ``name`` viewed as [slots * ring, ...]."""
+        """Ring field ``name`` viewed as [slots * R, ...]."""
         return self.pool[name].flatten(0, 1)
 
-    def advance(self, counts: Tensor) -> None:
-        """Move the roots ``counts`` long [B] positions on."""
-        self.position = self.position + counts
-        self.length = (self.length - counts).clamp_(min=0)
-        self.pool.scatter(self)
-
-    def noise_rows(self, source: NoiseSource, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Noise float32 [n, V] for batch rows and window offsets (long [n]); a fresh tensor."""
+    def noise_rows(self, source: NoiseSource, ring: Tensor, rows: Tensor | None, offsets: Tensor) -> Tensor:
+        """Noise float32 [n, V] for flat ring indices long [n]; a fresh tensor. Where the pool keeps no noise, the
+        source is asked for batch ``rows`` (None: all, ``offsets`` each) and window ``offsets``."""
         if "noise" in self.pool:
-            return self.flat("noise").index_select(0, self.ring_index(rows, offsets))
+            return self.flat("noise").index_select(0, ring)
+        if rows is None:
+            positions = self.position.unsqueeze(1) + offsets
+            return source.gumbel(self.keys, positions).flatten(0, 1)
         positions = self.position[rows] + offsets
         return source.gumbel(self.keys[rows], positions.unsqueeze(1)).squeeze(1)
 
-    def prepare_noise(self, source: NoiseSource, width: Tensor) -> None:
-        """Compute the noise rows that offsets 0..width-1 (``width`` long [B]) of each request still lack."""
+    def prepare_noise(self, source: NoiseSource, main_length: Tensor) -> None:
+        """Compute the noise rows that a window of ``main_length`` long [B] (and the token after it) still lacks."""
         if "noise" not in self.pool:
             return
-        end = self.pool["noise_end"][self.slots]
-        start, need = torch.maximum(end, self.position), self.position + width
-        missing = int((need - start).max())
-        if missing <= 0:
+        end, need = self.numbers[:, 4], self.position + main_length + 1
+        if int((need - end).max()) <= 0:
             return
-        grid = start.unsqueeze(1) + torch.arange(missing, device=start.device)
+        start = torch.maximum(end, self.position)
+        grid = start.unsqueeze(1) + torch.arange(int((need - start).max()), device=start.device)
         rows, columns = (grid < need.unsqueeze(1)).nonzero(as_tuple=True)
         positions = grid[rows, columns]
-        noise = source.gumbel(self.keys[rows], positions.unsqueeze(1)).squeeze(1)
-        if noise.shape != (rows.shape[0], self.pool.vocab_size):
-            expected = (rows.shape[0], 1, self.pool.vocab_size)
-            raise ValueError(f"noise: expected shape {expected} from gumbel(), got {tuple(noise.unsqueeze(1).shape)}")
+        noise = source.gumbel(self.keys[rows], positions.unsqueeze(1))
+        expected = (rows.shape[0], 1, self.pool.vocab_size)
+        if noise.shape != expected:
+            raise ValueError(f"noise: expected shape {expected} from gumbel(), got {tuple(noise.shape)}")
         ring = self.slots[rows] * self.pool.ring + positions % self.pool.ring
-        self.flat("noise").index_copy_(0, ring, noise)
-        self.pool["noise_end"][self.slots] = torch.maximum(start, need)
+        self.flat("noise").index_copy_(0, ring, noise.squeeze(1))
+        self.numbers[:, 4] = torch.maximum(start, need)
+        self.save()

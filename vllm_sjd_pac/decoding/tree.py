@@ -191,12 +191,13 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Trees of B requests, padded to N nodes.
+    """Trees of B requests, padded to N nodes; all tensors are read-only.
 
-    Long tensors [B, N]: ``parents``, ``depths``, ``ranks``, ``heads``, ``first_children`` (see `DraftTree`);
-    beyond a request's ``num_nodes`` they hold -1 (depths and ranks: 0). ``valid``: bool [B, N], true for real
-    nodes. ``num_nodes``, ``main_length``: long [B]. ``ancestors``: bool [B, N, N], entry (u, v): v is u or above it.
-    The plain ints bound loops and shapes over the batch.
+    Long [B, N]: ``parents``, ``depths``, ``ranks``, ``heads``, ``first_children`` (see `DraftTree`); beyond a
+    request's ``num_nodes`` they hold -1 (depths and ranks: 0). ``valid``: bool [B, N], true for real nodes.
+    ``places``: depth * ``width`` + rank, the node's entry in a table of candidates. ``num_nodes``, ``main_length``:
+    long [B]. ``main_line``: long [B, M+1], the main-chain node of each depth, -1 = none. ``ancestors``: bool
+    [B, N, N], entry (u, v): v is u or above it. The plain ints bound loops and shapes over the batch.
     """
 
     parents: Tensor
@@ -205,6 +206,8 @@ class TreeBatch:
     heads: Tensor
     first_children: Tensor
     valid: Tensor
+    places: Tensor
+    main_line: Tensor
     num_nodes: Tensor
     main_length: Tensor
     ancestors: Tensor
@@ -229,20 +232,25 @@ class TreeBatch:
         packed[:, 1:3] = 0
         ancestors = torch.zeros(len(unique), nodes, nodes, dtype=torch.bool)
         for row, tree in enumerate(unique):
-            fields = [getattr(tree, name) for name in _FIELDS]
-            packed[row, :, : tree.num_nodes] = torch.tensor(fields, dtype=torch.long)
+            columns = [getattr(tree, name) for name in _FIELDS]
+            packed[row, :, : tree.num_nodes] = torch.tensor(columns, dtype=torch.long)
             ancestors[row, : tree.num_nodes, : tree.num_nodes] = tree.ancestor_mask
         packed = packed.to(index.device)
         sizes = torch.tensor([[tree.num_nodes, tree.main_length] for tree in unique], device=index.device)
         num_nodes, main_length = sizes[index].unbind(1)
+        fields = {name: packed[:, i][index] for i, name in enumerate(_FIELDS)}
+        width, max_main = max(tree.width for tree in unique), max(tree.main_length for tree in unique)
+        depth = torch.arange(max_main + 1, device=index.device)
         return TreeBatch(
-            **{name: packed[:, i][index] for i, name in enumerate(_FIELDS)},
+            **fields,
+            places=fields["depths"] * width + fields["ranks"],
+            main_line=torch.where(depth <= main_length.unsqueeze(1), depth, -1),
             valid=torch.arange(nodes, device=index.device) < num_nodes[:, None],
             num_nodes=num_nodes.contiguous(),
             main_length=main_length.contiguous(),
             ancestors=ancestors.to(index.device)[index],
-            max_main=max(tree.main_length for tree in unique),
-            width=max(tree.width for tree in unique),
+            max_main=max_main,
+            width=width,
             sibling_depth=max(tree.sibling_depth for tree in unique),
             branch_height=max(tree.branch_height for tree in unique),
             branch_levels=max(tree.branch_levels for tree in unique),
