@@ -6,12 +6,14 @@ Run by `test_triton_interpreter.py`. The substitute keeps FlashAttention's contr
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_cases import DEVICE, SMALL_COMB, TOLERANCE, error
 from scenes import Request, Scene, scene
+from xformers_substitutes import substitute_operators
 
 pytest.importorskip("vllm")
 if DEVICE != "cpu":
@@ -79,13 +81,13 @@ def common_metadata(step: Scene) -> CommonAttentionMetadata:
     )  # fmt: skip
 
 
-def flash_builder():
+def flash_builder(kind: type = backend.FlashTreeMetadataBuilder):
     """Without vLLM's configuration: only what the stock ``build`` reads."""
-    builder = object.__new__(backend.FlashTreeMetadataBuilder)
+    builder = object.__new__(kind)
     vars(builder).update(
         aot_schedule=False, aot_sliding_window=(-1, -1), use_full_cuda_graph=False, max_cudagraph_size=None,
         dcp_world_size=1, mm_prefix_query_ranges_np=None, rswa_window=None, num_heads_q=4, num_heads_kv=2,
-        tree_step=TreeStep(),
+        tree_step=TreeStep(), block_size=64, kv_cache_spec=SimpleNamespace(dtype=torch.float32),
     )  # fmt: skip
     return builder
 
@@ -107,7 +109,8 @@ def run(implementation: type, metadata, step: Scene) -> torch.Tensor:
     # Padding behind the last token must stay as it is.
     output = torch.full((step.query.shape[0] + 3, *step.query.shape[1:]), 7.0)
     padded = [torch.cat([tensor, tensor[:3]]) for tensor in (step.query, step.key, step.value)]
-    cache = torch.cat([step.key_cache, step.value_cache], dim=-1).transpose(1, 2)
+    # Physically [blocks, slots, heads, K and V], the one layout that every back end takes.
+    cache = torch.cat([step.key_cache, step.value_cache], dim=-1).contiguous().transpose(1, 2)
     impl.forward(None, *padded, cache, metadata, output)
     assert bool((output[-3:] == 7.0).all())
     return output[:-3]
@@ -135,6 +138,20 @@ def test_triton_back_end():
     assert error(run(backend.TritonTreeImpl, metadata, step), step) <= TOLERANCE
 
 
+def test_xformers_back_end(monkeypatch):
+    pytest.importorskip("xformers.ops.tree_attention")
+    from vllm_sjd_pac.engine.attention import xformers_backend
+
+    substitute_operators(monkeypatch)
+    step = scene(MIXED, block_size=64)
+    monkeypatch.setattr(backend, "flash_attn_varlen_func", FlashSubstitute())
+    builder = flash_builder(xformers_backend.XformersTreeMetadataBuilder)
+    builder.tree_step = tree_step(step)
+    metadata = builder.build(0, common_metadata(step))
+    assert [group.requests for group, _ in metadata.groups] == [(0,), (3,)]
+    assert error(run(xformers_backend.XformersTreeImpl, metadata, step), step) <= TOLERANCE
+
+
 def test_without_the_tree_the_result_is_wrong(monkeypatch):
     """Negative control: the same step described as a chain."""
     step = scene(MIXED)
@@ -142,7 +159,7 @@ def test_without_the_tree_the_result_is_wrong(monkeypatch):
     builder = flash_builder()
     trees = tree_step(step).requests
     chain = DraftTree.chain(len(SMALL_COMB))
-    builder.tree_step = TreeStep(tuple(RequestTree(t.request_index, t.root_offset, t.root_position, chain) for t in trees))
+    builder.tree_step = TreeStep(tuple(dataclasses.replace(tree, tree=chain) for tree in trees))
     metadata = builder.build(0, common_metadata(step))
     assert error(run(backend.FlashTreeImpl, metadata, step), step) > 100 * TOLERANCE
 

@@ -95,7 +95,7 @@ def scene(
     order = torch.randperm(sum(blocks) + 3, generator=made)
     cache = torch.full((len(order), kv_heads, block_size, 2 * head_size), float("nan"), dtype=dtype)
     key_cache, value_cache = cache.transpose(1, 2).split(head_size, dim=-1)
-    block_table = torch.zeros(len(requests), max(blocks) + 1, dtype=torch.int32)
+    block_table = torch.full((len(requests), max(blocks) + 1), int(order[-1]), dtype=torch.int32)
     queries, keys, values, used = [], [], [], 0
     for index, (request, total) in enumerate(zip(requests, totals, strict=True)):
         mine = order[used : used + blocks[index]]

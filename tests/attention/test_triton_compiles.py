@@ -1,6 +1,6 @@
 """The kernels compile to machine code for Hopper here, without a GPU: Triton brings its own assembler.
 
-What this shows: valid Triton in compiled mode (the interpreter forgives more), and shared memory and registers that fit.
+What this shows: valid Triton in compiled mode (the interpreter forgives more); shared memory and registers fit.
 What it does not show: that the code runs, or how fast.
 """
 

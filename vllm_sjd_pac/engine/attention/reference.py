@@ -1,4 +1,4 @@
-"""What attention over draft trees is, in float64 and as plainly as it can be said: the judge of every other module here.
+"""What attention over draft trees is, in float64 and said as plainly as possible: the judge of every module here.
 
 Nothing is shared with the code under test: ancestors are found by walking up the parents, keys and values are read one
 by one through the block table.
@@ -51,8 +51,8 @@ def tree_attention_reference(
 
     Args:
         query: ``[T, H, D]``, the requests' tokens one after the other.
-        key_cache, value_cache: ``[blocks, block_size, K, D]``, H % K == 0; token t of a request (prefix first, then this
-            step's tokens in order) lies in slot ``t % block_size`` of its block ``t // block_size``.
+        key_cache, value_cache: ``[blocks, block_size, K, D]``, H % K == 0; token t of a request (prefix first, then
+            this step's tokens in order) lies in slot ``t % block_size`` of its block ``t // block_size``.
         block_table: ``[R, max_blocks]``, the requests' blocks.
         prefix_lens, query_lens: tokens computed before this step, and sent in it, for each of R requests.
         roots, parents: as in `visible_in_window`, for each request.
@@ -72,9 +72,8 @@ def tree_attention_reference(
         blocks = block_table[request].cpu().long()[places // block_size]
         keys = key_cache.detach().cpu()[blocks, places % block_size].double().repeat_interleave(group, dim=1)
         values = value_cache.detach().cpu()[blocks, places % block_size].double().repeat_interleave(group, dim=1)
-        visible = torch.cat(
-            [torch.ones(length, prefix, dtype=torch.bool), visible_in_window(length, roots[request], parents[request])], 1
-        )
+        window = visible_in_window(length, roots[request], parents[request])
+        visible = torch.cat([torch.ones(length, prefix, dtype=torch.bool), window], 1)
         rows = query[start : start + length].detach().cpu().double()
         scores = torch.einsum("qhd,khd->hqk", rows, keys) * scale
         scores = scores.masked_fill(~visible, float("-inf"))

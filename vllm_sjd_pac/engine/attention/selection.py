@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | ``auto`` | virtual | virtual: stock kernels only, until the others have been measured on a GPU |
 | ``virtual`` | virtual requests | virtual requests |
-| ``triton`` | error | our window kernel over FlashAttention; over vLLM's Triton back end in float32 or without FlashAttention |
+| ``triton`` | error | our window kernel over FlashAttention; in float32 or without it, over vLLM's Triton back end |
 | ``xformers`` | error | ``xformers.ops.tree_attention`` over FlashAttention; half precision only |
 """
 

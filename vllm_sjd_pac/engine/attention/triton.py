@@ -3,14 +3,14 @@
 Two back ends with one builder:
 
 * `FlashTreeBackend` over vLLM's FlashAttention. Per layer: the prefix of the requests with trees (FlashAttention,
-  ``causal=False``, with log-sum-exp), then `window_attention`, which merges while it writes. Requests without trees in the
-  same batch take one more, ordinary causal call, in which the trees have no keys and cost next to nothing.
+  ``causal=False``, with log-sum-exp), then `window_attention`, which merges while it writes. Requests without trees in
+  the same batch take one more, ordinary causal call, in which the trees have no keys and cost next to nothing.
 * `TritonTreeBackend` over vLLM's Triton back end, where there is no FlashAttention or the model is float32: our prefix
   kernel instead of FlashAttention's, and one path for all requests of a step that has trees.
 
 A step without branches goes through the stock path untouched in both. docs/gpu.md says why it is done this way.
 Attention runs outside CUDA graphs (piecewise graphs): a tree step has its own number of launches and tiles.
-Never run on a GPU: the kernels under Triton's interpreter and the dispatch with a substitute for FlashAttention are tested.
+Never run on a GPU: the kernels are tested in Triton's interpreter, the dispatch with a substitute for FlashAttention.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def plan_step(step: TreeStep, query_lens: list[int], seq_lens: Tensor, group_siz
         pin_memory=device.type == "cuda",
     ).to(device)
     if not split_plain:
-        # How long the plain requests' prefixes are, only the device knows for certain; the choice of splits needs a bound.
+        # The trees' prefixes decide into how many parts all are cut; the plain requests' are not known on the host.
         window_lens = layout.query_start.diff()
         longest = max(tree.root_position - tree.root_offset for tree in step.requests)
         return TreePlan(layout, seq_lens[:requests] - window_lens, None, longest)
@@ -146,7 +146,7 @@ def check_supported(impl: Any) -> None:
     }
     for what, wanted in wants.items():
         if wanted:
-            raise ValueError(f"sjd_pac: the triton tree attention does not support {what}; use --sjd-pac-attention virtual")
+            raise ValueError(f"sjd_pac: masked tree attention does not support {what}; use --sjd-pac-attention virtual")
 
 
 # -- over FlashAttention ----------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class FlashTreeMetadataBuilder(_TreeBuilder, stock_flash.FlashAttentionMetadataB
 class FlashTreeImpl(_TreeImpl, stock_flash.FlashAttentionImpl):
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -177,7 +177,7 @@ class FlashTreeImpl(_TreeImpl, stock_flash.FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Shapes as in the stock implementation: query and output ``[T, H, D]``, cache ``[blocks, K, block_size, 2 D]``."""
+        """As the stock implementation: query and output ``[T, H, D]``, cache ``[blocks, K, block_size, 2 D]``."""
         if getattr(attn_metadata, "plan", None) is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -269,7 +269,7 @@ class TritonTreeMetadataBuilder(_TreeBuilder, stock_triton.TritonAttentionMetada
 class TritonTreeImpl(_TreeImpl, stock_triton.TritonAttentionImpl):
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -279,7 +279,7 @@ class TritonTreeImpl(_TreeImpl, stock_triton.TritonAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Shapes as in the stock implementation: query and output ``[T, H, D]``, cache ``[blocks, K, block_size, 2 D]``."""
+        """As the stock implementation: query and output ``[T, H, D]``, cache ``[blocks, K, block_size, 2 D]``."""
         if getattr(attn_metadata, "plan", None) is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale

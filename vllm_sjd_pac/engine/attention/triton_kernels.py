@@ -1,8 +1,8 @@
 """Three small Triton kernels for attention over draft trees; `triton_ops` launches them and says what they take.
 
-All log-sum-exps are natural logarithms, float32 ``[heads, tokens]`` as FlashAttention returns them; a part that saw no key
-has the value -inf (FlashAttention 2 says +inf: read as -inf). Inner products are accumulated in float32, and float32
-inputs are multiplied as float32, not as TF32.
+All log-sum-exps are natural logarithms, float32 ``[heads, tokens]`` as FlashAttention returns them; a part that saw no
+key has the value -inf (FlashAttention 2 says +inf: read as -inf). Inner products are accumulated in float32, and
+float32 inputs are multiplied as float32, not as TF32.
 
 Triton is imported directly: `vllm.triton_utils` hides it on machines without a GPU, where the interpreter
 (``TRITON_INTERPRET=1``) can still run these kernels.
@@ -55,7 +55,8 @@ def _prefix_kernel(
     dim = tl.arange(0, HEAD_PAD)
     dim_ok = dim < HEAD_SIZE
     query_ok = row_ok[:, None] & dim_ok[None, :]
-    q = tl.load(query + token[:, None] * query_token + head[:, None] * query_head + dim[None, :], mask=query_ok, other=0.0)
+    query_at = token[:, None] * query_token + head[:, None] * query_head + dim[None, :]
+    q = tl.load(query + query_at, mask=query_ok, other=0.0)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -112,7 +113,8 @@ def _window_kernel(
     dim = tl.arange(0, HEAD_PAD)
     dim_ok = dim < HEAD_SIZE
     query_ok = row_ok[:, None] & dim_ok[None, :]
-    q = tl.load(query + token[:, None] * query_token + head[:, None] * query_head + dim[None, :], mask=query_ok, other=0.0)
+    query_at = token[:, None] * query_token + head[:, None] * query_head + dim[None, :]
+    q = tl.load(query + query_at, mask=query_ok, other=0.0)
 
     # The prefix part is where the online softmax starts from.
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -27,7 +27,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise ValueError where the kernels cannot run on these tensors (the message says why)."""
     heads, head_size = query.shape[1:]
     if query.dtype not in SUPPORTED_DTYPES or not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"tree attention: query, key and value must share a float type, not {query.dtype}, {key.dtype}")
+        raise ValueError(f"tree attention: query, key, value must share a float type, not {query.dtype}, {key.dtype}")
     if not HEAD_SIZES[0] <= head_size <= HEAD_SIZES[1] or head_size % 8:
         raise ValueError(f"tree attention: head size {head_size} is not a multiple of 8 from 16 to 256")
     if heads % key.shape[-2]:
@@ -39,8 +39,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 def tile_shape(tile_rows: int, group: int, head_size: int, dtype: torch.dtype) -> dict[str, int]:
     """Compile-time sizes shared by the prefix and the window kernel.
 
-    A key tile has 64 keys for half-precision heads up to 128, fewer where they would not fit into registers (measured by
-    compiling for Hopper, see ``tests/attention/test_triton_compiles.py``); all sizes divide the 64 bits of a mask word.
+    A key tile has 64 keys for half-precision heads up to 128, fewer where they would not fit into registers (found by
+    compiling for Hopper, see ``tests/attention/test_triton_compiles.py``); all sizes divide the 64 bits of a word.
     """
     small = head_size <= 128 and dtype != torch.float32
     return {
@@ -178,7 +178,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     if tokens:
         kernels._merge_kernel[(tokens, heads)](
             out_a, lse_a, out_b, lse_b, out, lse,
-            *out_a.stride()[:2], *out_b.stride()[:2], *out.stride()[:2], *lse_a.stride(), *lse_b.stride(), *lse.stride(),
+            *out_a.stride()[:2], *out_b.stride()[:2], *out.stride()[:2],
+            *lse_a.stride(), *lse_b.stride(), *lse.stride(),
             HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), num_warps=1,
         )  # fmt: skip
     return out, lse

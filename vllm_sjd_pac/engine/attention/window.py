@@ -1,7 +1,7 @@
 """What the tree-attention kernels need to know about one step, as a handful of small tensors.
 
-The *window* of a request is what it sends in this step: catch-up tokens, the root, the drafted nodes. Who sees whom inside
-it is one rule for every request, with or without a tree:
+The *window* of a request is what it sends in this step: catch-up tokens, the root, the drafted nodes. Who sees whom
+inside it is one rule for every request, with or without a tree:
 
 * everybody sees the whole prefix (the tokens computed before this step);
 * tokens before the root are causal (a prompt chunk or a one-token decode has no root: it is nothing but such tokens);

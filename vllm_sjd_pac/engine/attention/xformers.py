@@ -1,8 +1,8 @@
 """Tree attention with `xformers.ops.tree_attention`: a second implementation behind the same interface.
 
-xformers computes prefix and tree as two attentions and merges them by log-sum-exp, as `triton` does, but wants one tree for
-all requests of a call. So the requests are grouped by window (catch-up tokens and tree); in a steady state there are few
-groups: one tree, and as many lengths of catch-up as a branch is deep. Requests without trees take the stock causal call.
+xformers computes prefix and tree as two attentions and merges them by log-sum-exp, as `triton` does, but wants one tree
+for all requests of a call. So the requests are grouped by window (catch-up tokens and tree); in a steady state there
+are few groups: one tree, and as many lengths of catch-up as a branch is deep. Others take the stock causal call.
 
 xformers' limits come on top: half precision, head sizes 16, 32, 64, 128 or 256, blocks of a multiple of 64 tokens.
 Never run on a GPU: metadata, biases and the call are tested on the CPU with substitutes for xformers' CUDA operators.
@@ -52,8 +52,8 @@ def window_bias(root: int, parents: tuple[int, ...], dtype: torch.dtype, device:
         parents: parents of the nodes, root included, ``parents[0] = -1``.
 
     Returns:
-        ``[L, L]`` of ``dtype``, L = root + nodes; a slice of a buffer whose rows are a multiple of 8 apart, as the kernels'
-        aligned loads want.
+        ``[L, L]`` of ``dtype``, L = root + nodes; a slice of a buffer whose rows are a multiple of 8 apart, as aligned
+        loads want.
     """
     words = ancestor_words(parents).view(np.uint8)
     nodes = len(parents)
@@ -66,7 +66,9 @@ def window_bias(root: int, parents: tuple[int, ...], dtype: torch.dtype, device:
     return bias.to(device)[:, :length]
 
 
-def group_trees(step: TreeStep, query_start: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[TreeGroup]:
+def group_trees(
+    step: TreeStep, query_start: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[TreeGroup]:
     """The step's trees, grouped by window.
 
     Args:
@@ -82,7 +84,8 @@ def group_trees(step: TreeStep, query_start: Sequence[int], dtype: torch.dtype, 
         length = query_start[request.request_index + 1] - query_start[request.request_index]
         nodes = request.tree.num_nodes
         if request.root_offset + nodes != length:
-            raise ValueError(f"a tree of {nodes} nodes at index {request.root_offset} does not fill {length} scheduled tokens")
+            at = request.root_offset
+            raise ValueError(f"a tree of {nodes} nodes at index {at} does not fill {length} scheduled tokens")
         alike.setdefault((request.root_offset, request.tree.parents), []).append(request)
     groups = []
     for (root, parents), members in alike.items():
@@ -132,7 +135,7 @@ def attend_group(
         query: ``[T, H, D]``; key, value: ``[T, K, D]``, this step's tokens of the whole batch; H % K == 0.
         key_cache, value_cache: ``[blocks, block_size, K, D]`` whose first two dimensions can be viewed as one.
         prefixes: from `prefix_bias`.
-        scale: factor of the inner products; xformers itself knows only ``D ** -0.5``, so the query takes the difference.
+        scale: factor of the inner products; xformers knows only ``D ** -0.5``, so the query takes the difference.
 
     Returns:
         ``[B * L, H, D]``, in the order of ``group.tokens``.

@@ -9,7 +9,12 @@ from torch import Tensor
 from vllm.v1.attention.backends import flash_attn as stock_flash
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_sjd_pac.engine.attention.triton import FlashTreeBackend, FlashTreeImpl, FlashTreeMetadata, FlashTreeMetadataBuilder
+from vllm_sjd_pac.engine.attention.triton import (
+    FlashTreeBackend,
+    FlashTreeImpl,
+    FlashTreeMetadata,
+    FlashTreeMetadataBuilder,
+)
 from vllm_sjd_pac.engine.attention.xformers import (
     BLOCK_MULTIPLE,
     HEAD_SIZES,
@@ -35,7 +40,8 @@ class XformersTreeMetadataBuilder(FlashTreeMetadataBuilder):
         if isinstance(metadata, XformersTreeMetadata):
             starts = common_attn_metadata.query_start_loc_cpu[: common_attn_metadata.num_reqs + 1].tolist()
             table = metadata.block_table
-            groups = group_trees(self.tree_step, starts, self.kv_cache_spec.dtype, table.device)
+            spec: Any = self.kv_cache_spec
+            groups = group_trees(self.tree_step, starts, spec.dtype, table.device)
             metadata.groups = tuple((group, prefix_bias(group, table, self.block_size)) for group in groups)
         return metadata
 
@@ -50,7 +56,7 @@ class XformersTreeImpl(FlashTreeImpl):
         self, query: Tensor, key: Tensor, value: Tensor, caches: tuple[Tensor, ...], metadata: Any, out: Tensor
     ) -> None:
         for group, prefixes in metadata.groups:
-            part = attend_group(query, key, value, *caches, group, prefixes, self.scale)
+            part = attend_group(query, key, value, caches[0], caches[1], group, prefixes, self.scale)
             out.index_copy_(0, group.tokens.flatten(), part.to(out.dtype))
 
 
@@ -76,4 +82,3 @@ class XformersTreeBackend(FlashTreeBackend):
     @staticmethod
     def get_builder_cls() -> type[stock_flash.FlashAttentionMetadataBuilder]:
         return XformersTreeMetadataBuilder
-
