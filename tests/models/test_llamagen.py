@@ -1,0 +1,254 @@
+"""Class-conditional LlamaGen: a checkpoint in LlamaGen's own names, converted, against a plain PyTorch forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import family_harness as harness
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_sjd_pac.models.llamagen.convert import convert, convert_tensors
+from vllm_sjd_pac.models.llamagen.family import LlamaGenFamily
+
+CODES, CLASSES, HIDDEN, HEAD_SIZE, LAYERS, GRID = 80, 10, 64, 32, 2, 6
+HEADS = HIDDEN // HEAD_SIZE
+Tensors = dict[str, torch.Tensor]
+
+
+def random_checkpoint(seed: int = 5) -> Tensors:
+    """LlamaGen's names and shapes; matrices scaled so that activations neither vanish nor explode."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "tok_embeddings.weight": (CODES, HIDDEN), "cls_embedding.embedding_table.weight": (CLASSES + 1, HIDDEN),
+        "norm.weight": (HIDDEN,), "output.weight": (CODES, HIDDEN),
+    }  # fmt: skip
+    for layer in range(LAYERS):
+        shapes |= {
+            f"layers.{layer}.attention.wqkv.weight": (3 * HIDDEN, HIDDEN),
+            f"layers.{layer}.attention.wo.weight": (HIDDEN, HIDDEN),
+            f"layers.{layer}.feed_forward.w1.weight": (96, HIDDEN),
+            f"layers.{layer}.feed_forward.w3.weight": (96, HIDDEN),
+            f"layers.{layer}.feed_forward.w2.weight": (HIDDEN, 96),
+            f"layers.{layer}.attention_norm.weight": (HIDDEN,),
+            f"layers.{layer}.ffn_norm.weight": (HIDDEN,),
+        }
+    generator = torch.Generator().manual_seed(seed)
+    random = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: 1 + 0.2 * t if t.dim() == 1 else t * 1.5 / t.shape[1] ** 0.5 for name, t in random.items()}
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def rotations() -> torch.Tensor:
+    """Complex rotation of every position, [1 + GRID², HEAD_SIZE / 2]: zero for the class, then by row and column."""
+    frequencies = [10000.0 ** (-2 * k / (HEAD_SIZE // 2)) for k in range(HEAD_SIZE // 4)]
+    table = [[0j] * (HEAD_SIZE // 2)]
+    for row in range(GRID):
+        for column in range(GRID):
+            angles = [row * f for f in frequencies] + [column * f for f in frequencies]
+            table.append([complex(torch.tensor(a).cos(), torch.tensor(a).sin()) for a in angles])
+    return torch.tensor(table, dtype=torch.complex64)
+
+
+def rotate(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """[T, heads, HEAD_SIZE]: neighbouring features are one complex number."""
+    return torch.view_as_real(torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous()) * turn[:, None]).flatten(
+        -2
+    )
+
+
+def plain_logits(t: Tensors, label: int, codes: list[int]) -> torch.Tensor:
+    """LlamaGen's forward for one class and a sequence of codes: [1 + len(codes), CODES]."""
+    x = torch.cat([t["cls_embedding.embedding_table.weight"][[label]], t["tok_embeddings.weight"][codes]])
+    length = len(x)
+    turn = rotations()[:length]
+    hidden_later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for layer in range(LAYERS):
+        w = {name.removeprefix(f"layers.{layer}."): v for name, v in t.items() if name.startswith(f"layers.{layer}.")}
+        qkv = norm(x, w["attention_norm.weight"]) @ w["attention.wqkv.weight"].T
+        q, k, v = (part.view(length, HEADS, HEAD_SIZE) for part in qkv.split(HIDDEN, dim=-1))
+        scores = torch.einsum("qhd,khd->hqk", rotate(q, turn), rotate(k, turn)) / HEAD_SIZE**0.5
+        weights = scores.masked_fill(hidden_later, -torch.inf).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ w["attention.wo.weight"].T
+        y = norm(x, w["ffn_norm.weight"])
+        gate = F.silu(y @ w["feed_forward.w1.weight"].T) * (y @ w["feed_forward.w3.weight"].T)
+        x = x + gate @ w["feed_forward.w2.weight"].T
+    return norm(x, t["norm.weight"]) @ t["output.weight"].T
+
+
+def random_tokenizer(seed: int = 6) -> Tensors:
+    """A small image tokenizer in LlamaGen's names: stages of 64, 32 and 32 channels, stubs of the encoder."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: Tensors = {}
+
+    def add(name: str, *shape: int) -> None:
+        fan = torch.Size(shape[1:]).numel()
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) / fan**0.5
+        if len(shape) == 1:
+            tensors[f"{name}.weight"] = 1 + 0.2 * tensors[f"{name}.weight"]
+        tensors[f"{name}.bias"] = 0.2 * torch.randn(shape[0], generator=generator)
+
+    def residual(name: str, entering: int, leaving: int) -> None:
+        add(f"{name}.norm1", entering)
+        add(f"{name}.conv1", leaving, entering, 3, 3)
+        add(f"{name}.norm2", leaving)
+        add(f"{name}.conv2", leaving, leaving, 3, 3)
+        if entering != leaving:
+            add(f"{name}.nin_shortcut", leaving, entering, 1, 1)
+
+    def attention(name: str, channels: int) -> None:
+        add(f"{name}.norm", channels)
+        for part in ("q", "k", "v", "proj_out"):
+            add(f"{name}.{part}", channels, channels, 1, 1)
+
+    add("decoder.conv_in", 64, 32, 3, 3)
+    residual("decoder.mid.0", 64, 64)
+    attention("decoder.mid.1", 64)
+    residual("decoder.mid.2", 64, 64)
+    entering = 64
+    for stage, leaving in enumerate((64, 32, 32)):
+        for block in range(2):
+            residual(f"decoder.conv_blocks.{stage}.res.{block}", entering, leaving)
+            entering = leaving
+            if stage == 0:
+                attention(f"decoder.conv_blocks.{stage}.attn.{block}", leaving)
+        if stage < 2:
+            add(f"decoder.conv_blocks.{stage}.upsample.conv", leaving, leaving, 3, 3)
+    add("decoder.norm_out", 32)
+    add("decoder.conv_out", 3, 32, 3, 3)
+    add("post_quant_conv", 32, 8, 1, 1)
+    add("quant_conv", 8, 32, 1, 1)
+    add("encoder.conv_in", 32, 3, 3, 3)
+    tensors["quantize.embedding.weight"] = torch.randn(CODES, 8, generator=generator)
+    tensors["quantize.codebook_used"] = torch.zeros(65536)
+    return tensors
+
+
+def plain_pixels(t: Tensors, codes: torch.Tensor) -> torch.Tensor:
+    """LlamaGen's decoder: [B, rows, columns] → [B, 3, height, width]."""
+
+    def group(x: torch.Tensor, name: str) -> torch.Tensor:
+        parts = x.unflatten(1, (32, -1))
+        mean = parts.mean((2, 3, 4), keepdim=True)
+        spread = (parts - mean).pow(2).mean((2, 3, 4), keepdim=True)
+        normed = ((parts - mean) / (spread + 1e-6).sqrt()).flatten(1, 2)
+        return normed * t[f"{name}.weight"][:, None, None] + t[f"{name}.bias"][:, None, None]
+
+    def conv(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = t[f"{name}.weight"]
+        return F.conv2d(x, weight, t[f"{name}.bias"], padding=weight.shape[-1] // 2)
+
+    def swish(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+    def residual(x: torch.Tensor, name: str) -> torch.Tensor:
+        y = conv(swish(group(x, f"{name}.norm1")), f"{name}.conv1")
+        y = conv(swish(group(y, f"{name}.norm2")), f"{name}.conv2")
+        return y + (conv(x, f"{name}.nin_shortcut") if f"{name}.nin_shortcut.weight" in t else x)
+
+    def attention(x: torch.Tensor, name: str) -> torch.Tensor:
+        y = group(x, f"{name}.norm")
+        q, k, v = (conv(y, f"{name}.{part}").flatten(2) for part in "qkv")
+        weights = (torch.einsum("bcq,bck->bqk", q, k) / x.shape[1] ** 0.5).softmax(-1)
+        return x + conv(torch.einsum("bqk,bck->bcq", weights, v).view(x.shape), f"{name}.proj_out")
+
+    book = t["quantize.embedding.weight"]
+    book = book / book.pow(2).sum(-1, keepdim=True).sqrt()
+    x = conv(conv(book[codes].movedim(-1, 1), "post_quant_conv"), "decoder.conv_in")
+    x = residual(attention(residual(x, "decoder.mid.0"), "decoder.mid.1"), "decoder.mid.2")
+    for stage in range(3):
+        for block in range(2):
+            x = residual(x, f"decoder.conv_blocks.{stage}.res.{block}")
+            if f"decoder.conv_blocks.{stage}.attn.{block}.norm.weight" in t:
+                x = attention(x, f"decoder.conv_blocks.{stage}.attn.{block}")
+        if stage < 2:
+            x = conv(x.repeat_interleave(2, -1).repeat_interleave(2, -2), f"decoder.conv_blocks.{stage}.upsample.conv")
+    return conv(swish(group(x, "decoder.norm_out")), "decoder.conv_out")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llamagen")
+    torch.save({"model": random_checkpoint() | {"freqs_cis": torch.zeros(1)}, "steps": 1}, folder / "c2i.pt")
+    torch.save({"model": random_tokenizer()}, folder / "vq.pt")
+    converted = folder / "converted"
+    convert(folder / "c2i.pt", converted, image_size=GRID * 16, vq=folder / "vq.pt", head_size=HEAD_SIZE)
+    return converted
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Any]:
+    with harness.engine(model, max_model_len=1 + GRID * GRID) as llm:
+        yield llm
+
+
+def family_of(folder: Path) -> LlamaGenFamily:
+    from transformers import AutoConfig
+
+    return LlamaGenFamily(AutoConfig.from_pretrained(folder), str(folder))
+
+
+def test_logits_equal_a_plain_forward(model: Path, engine: Any) -> None:
+    family = family_of(model)
+    encoded = family.encode_prompt(engine.get_tokenizer(), "7")
+    for prompt, label in ((encoded.prompt_token_ids, 7), (encoded.negative_token_ids, CLASSES)):
+        tokens = harness.whole_image(family, prompt)[:-1]
+        ours, theirs = harness.engine_logits(engine, tokens), plain_logits(random_checkpoint(), label, tokens[1:])
+        assert ours.shape == (GRID * GRID, CODES + CLASSES + 1)
+        assert (ours[:, :CODES] - theirs).abs().max() <= harness.TOLERANCE
+        assert theirs.std() > 0.5, "the reference says next to nothing; the comparison would be empty"
+        assert (ours[:, CODES:] == torch.finfo(ours.dtype).min).all(), "classes are never drawn"
+
+
+@torch.no_grad()
+def test_pixels_equal_a_plain_forward(model: Path) -> None:
+    codes = torch.randint(CODES, (2, 3, 5), generator=torch.Generator().manual_seed(0))
+    pixels = plain_pixels(random_tokenizer(), codes)
+    decoder = family_of(model).load_pixel_decoder()
+    assert (decoder(codes) - pixels).abs().max() <= 1e-4
+    expected = (((pixels + 1) / 2).clamp(0, 1) * 255 + 0.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+    assert (decoder.decode(codes).int() - expected.int()).abs().max() <= 1
+    assert decoder.decode(codes).shape == (2, 12, 20, 3)
+    assert expected.float().std() > 5
+
+
+def test_prompt_and_layout(model: Path, engine: Any) -> None:
+    family = family_of(model)
+    encoded = family.encode_prompt(engine.get_tokenizer(), " 7 ", size=(GRID * 16, GRID * 16))
+    assert (encoded.prompt_token_ids, encoded.negative_token_ids) == ([CODES + 7], [CODES + CLASSES])
+    assert family.encode_prompt(engine.get_tokenizer(), "7", negative_prompt="3").negative_token_ids == [CODES + 3]
+    assert engine.get_tokenizer().encode("7") == encoded.prompt_token_ids
+    layout = family.layout(encoded.prompt_token_ids)
+    assert (layout.rows, layout.columns, layout.length) == (GRID, GRID, GRID * GRID)
+    assert layout.vocabulary.tolist() == list(range(CODES))
+    image = harness.whole_image(family, encoded.prompt_token_ids)
+    assert {family.segment_start(image[:end]) for end in range(1, len(image))} == {1}
+    assert family.segment_start(image) is None
+
+
+def test_prompts_that_are_no_class_and_other_sizes_are_refused() -> None:
+    config = SimpleNamespace(codebook_size=16384, num_classes=1000, grid_size=24)
+    family = LlamaGenFamily(config, "llamagen")
+    for prompt in ("a boat", "1000", "", "-1"):
+        with pytest.raises(ValueError, match="this model draws classes; give the number of one, 0 to 999"):
+            family.encode_prompt(None, prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="size 256x256 is not supported by this model; supported: 384x384"):
+        family.encode_prompt(None, "7", size=(256, 256))  # type: ignore[arg-type]
+    layout = family.layout([16384 + 207])
+    assert (layout.length, layout.image_token_start, layout.image_token_count) == (576, 0, 16384)
+
+
+def test_converter_names_what_is_wrong() -> None:
+    good = random_checkpoint()
+    with pytest.raises(ValueError, match=r"lacks layers\.1\.ffn_norm\.weight"):
+        convert_tensors({name: tensor for name, tensor in good.items() if name != "layers.1.ffn_norm.weight"})
+    with pytest.raises(ValueError, match="unexpected tensors in the LlamaGen checkpoint: surprise"):
+        convert_tensors(good | {"surprise": torch.zeros(1)})
+    with pytest.raises(ValueError, match="text-conditional"):
+        convert_tensors(good | {"cls_embedding.uncond_embedding": torch.zeros(120, 2048)})

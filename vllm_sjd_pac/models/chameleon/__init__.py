@@ -1,0 +1,1 @@
+"""Models of the Chameleon architecture: Lumina-mGPT and Anole."""

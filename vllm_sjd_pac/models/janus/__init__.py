@@ -1,0 +1,1 @@
+"""Janus-Pro, image generation only."""

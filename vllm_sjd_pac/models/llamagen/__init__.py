@@ -1,0 +1,1 @@
+"""LlamaGen, class-conditional (c2i)."""
