@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,10 @@ SUPPORTED_VLLM = "0.32"
 PROPOSER = "vllm_sjd_pac.engine.proposer.JacobiProposer"
 """Value of ``speculative_config.model`` once this plugin has been chosen; how every process recognises it."""
 
+_ENDPOINT_PLUGIN = "vllm_sjd_pac.serving.plugin"
 _MARK = "_sjd_pac_hook"
+_chosen_here = threading.Event()
+"""Set once this process has built an engine configuration with the method on."""
 
 
 def require_supported_vllm() -> None:
@@ -56,6 +61,7 @@ def install() -> None:
     hook_arguments()
     hook_sampling_parameters()
     hook_logits_processors()
+    hook_endpoints()
 
 
 def request_amx_permission() -> None:
@@ -101,6 +107,7 @@ def hook_arguments() -> None:
             config = original(self, *args, **kwargs)
             if options is not None:
                 arguments.check_engine_config(config)
+                _chosen_here.set()
             return config
 
         return hook
@@ -151,6 +158,23 @@ def hook_logits_processors() -> None:
     runner = sys.modules.get("vllm.v1.worker.gpu_model_runner")
     if runner is not None:
         runner.build_logitsprocs = logits_processor.build_logitsprocs  # type: ignore[attr-defined]
+
+
+def hook_endpoints() -> None:
+    """``load_endpoint_plugins`` loads only what ``VLLM_PLUGINS`` names; ours comes with the method."""
+    from vllm import plugins
+
+    def load(original: Any) -> Any:
+        def hook(supported_tasks: Any = None) -> list[Any]:
+            loaded = original(supported_tasks)
+            if not _chosen_here.is_set():
+                return loaded
+            # By name: the engine knows nothing of serving beyond this line.
+            return importlib.import_module(_ENDPOINT_PLUGIN).add_to(loaded, supported_tasks)
+
+        return hook
+
+    _wrap(plugins, "load_endpoint_plugins", load)
 
 
 def forced_v2_runner() -> bool:

@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_sjd_pac.engine import report as step_report
 from vllm_sjd_pac.engine.arguments import options_of
 from vllm_sjd_pac.engine.requests import guidance_of
-from vllm_sjd_pac.engine.twins import TwinBook, make_twin
+from vllm_sjd_pac.engine.twins import TWINS_STATISTIC, TwinBook, make_twin
 from vllm_sjd_pac.models.family import find_family
 
 logger = init_logger(__name__)
@@ -201,4 +201,9 @@ class GuidedScheduler(Scheduler):
             running = sum(self.twins.is_twin_id(request.request_id) for request in self.running)
             stats.num_running_reqs -= running
             stats.num_waiting_reqs -= min(len(self.twins) - running, stats.num_waiting_reqs)
+            # The twin of a request that finished in this step still runs, but its owner is gone.
+            stats.num_kv_fetch_reqs_by_stage[TWINS_STATISTIC] = sum(
+                self.twins.is_twin_id(r.request_id) and self.twins.mate_of(r.request_id) in self.requests
+                for r in self.running
+            )
         return stats

@@ -8,6 +8,9 @@ from vllm.v1.request import Request
 from vllm_sjd_pac.engine.requests import OWNER_KEY, TWIN_SUFFIX, Guidance, twin_id
 from vllm_sjd_pac.models.family import ImageModelFamily
 
+TWINS_STATISTIC = "sjd_pac:twins"
+"""Key of the number of running twins in ``SchedulerStats.num_kv_fetch_reqs_by_stage``, which vLLM reads by its own keys."""
+
 
 class TwinBook:
     """Which request is whose twin."""
