@@ -61,7 +61,7 @@ def check(compiled, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "head_size", "group"),
-    [("bf16", 128, 1), ("fp16", 80, 7), ("bf16", 256, 4), ("fp32", 64, 4), ("fp32", 256, 2)],
+    [("bf16", 128, 1), ("bf16", 256, 4), ("fp32", 64, 4)],
 )
 def test_prefix_and_window_kernels_fit_a_hopper_multiprocessor(dtype, head_size, group, tmp_path):
     shape = tile_shape(64 // group, group, head_size, TYPES[dtype])
