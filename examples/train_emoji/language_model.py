@@ -17,10 +17,10 @@ class ModelShape:
     """Sizes of the network."""
 
     vocabulary: int = 768
-    hidden: int = 160
+    hidden: int = 128
     layers: int = 5
-    heads: int = 5
-    feed_forward: int = 432
+    heads: int = 4
+    feed_forward: int = 352
     rope_theta: float = 1000.0
     norm_epsilon: float = 1e-5
 
@@ -104,14 +104,17 @@ class LanguageModel(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss in nats of ``targets [B, T]`` (-100 = no loss) after ``tokens [B, T]``."""
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits ``[B, T, vocabulary]`` after each of ``tokens [B, T]``."""
         x = self.model.embed_tokens(tokens)
         cos, sin = rotary_tables(tokens.shape[1], self.shape)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        logits = F.linear(self.model.norm(x), self.model.embed_tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss in nats of ``targets [B, T]`` (-100 = no loss) after ``tokens [B, T]``."""
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
 
 
 def rotary_tables(length: int, shape: ModelShape) -> tuple[Tensor, Tensor]:

@@ -56,9 +56,8 @@ class Scene:
     def caption(self, rng: np.random.Generator) -> str:
         """A normalised caption; the words that go without saying are dropped now and then."""
         words = [self.thing]
-        if self.colour is not None and (len(PAINTS[self.thing]) > 1 or rng.random() < 0.5):
-            if rng.random() < 0.9:
-                words.insert(0, self.colour)
+        if self.colour is not None and rng.random() < (0.9 if len(PAINTS[self.thing]) > 1 else 0.45):
+            words.insert(0, self.colour)
         if self.plain and rng.random() < 0.7:
             words.append("plain")
         words.append(self.ground)

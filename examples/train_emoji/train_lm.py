@@ -25,8 +25,8 @@ from examples.train_emoji.muon import Muon
 class LMSchedule:
     """How long, how fast."""
 
-    steps: int = 4000
-    decay_start: int = 2000
+    steps: int = 2700
+    decay_start: int = 1300
     warm_up: int = 30
     batch: int = 16
     matrix_rate: float = 0.02
@@ -101,7 +101,7 @@ def train(
     training: Training,
     compiled: bool = True,
     log_every: int = 50,
-    save_every: int = 250,
+    save_every: int = 100,
 ) -> None:
     """Run until the schedule ends; the last step always saves."""
     forward = torch.compile(training.model) if compiled else training.model

@@ -147,9 +147,7 @@ def train(pictures: np.ndarray, schedule: VQSchedule, path: Path, log_every: int
     for step in range(start, schedule.steps):
         rng = np.random.default_rng((11, step))
         full = step >= schedule.crops
-        pixels = draw_batch(
-            pictures, 128 if full else 64, schedule.full_batch if full else schedule.crop_batch, rng
-        )
+        pixels = draw_batch(pictures, 128 if full else 64, schedule.full_batch if full else schedule.crop_batch, rng)
         ramp = min(1.0, (step + 1) / 50)
         rate = schedule.learning_rate * ramp * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / schedule.steps)))
         for group in optimizer.param_groups:

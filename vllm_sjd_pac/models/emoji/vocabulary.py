@@ -101,13 +101,16 @@ SYNONYMS: dict[str, str] = {
     "pebble": "pebbles",
 }
 # Words that carry no meaning for the model.
-IGNORED = tuple(
-    "a an the of on in at by with to and is it its this that there some one front against near "
-    "under above over before behind beside floating flying lying sitting standing driving "
-    "swimming parked resting lies sits stands background backdrop ground floor colour color "
-    "coloured colored wall emoji picture image photo drawing draw small little big large cute "
-    "round nice".split()
+# fmt: off
+IGNORED = (
+    "a", "an", "the", "of", "on", "in", "at", "by", "with", "to", "and", "is", "it", "its", "this", "that",
+    "there", "some", "one", "front", "against", "near", "under", "above", "over", "before", "behind",
+    "beside", "among", "between", "through", "floating", "flying", "lying", "sitting", "standing", "driving",
+    "swimming", "parked", "resting", "lies", "sits", "stands", "background", "backdrop", "ground", "floor",
+    "colour", "color", "coloured", "colored", "wall", "emoji", "picture", "image", "photo", "drawing", "draw",
+    "small", "little", "big", "large", "cute", "round", "nice",
 )
+# fmt: on
 
 
 def rewrite_rules() -> list[tuple[str, str]]:
