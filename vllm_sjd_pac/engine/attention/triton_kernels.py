@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False
+# Kernel arguments are pointers and scalars of the compiled language, which Python's types cannot say.
 """Three small Triton kernels for attention over draft trees; `triton_ops` launches them and says what they take.
 
 All log-sum-exps are natural logarithms, float32 ``[heads, tokens]`` as FlashAttention returns them; a part that saw no

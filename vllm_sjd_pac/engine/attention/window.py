@@ -129,7 +129,10 @@ def window_layout(
         ValueError: a tree does not end where its request's scheduled tokens end, or is no tree.
     """
     words: list[np.ndarray] = []
-    root_of, node_start, tiles, rows = [], [], [], 0
+    root_of: list[int] = []
+    node_start: list[int] = []
+    tiles: list[tuple[int, int]] = []
+    rows = 0
     chosen = range(len(query_lens)) if only is None else only
     tile_rows = rows_per_tile(group_size, max((query_lens[request] for request in chosen), default=1))
     for length, root, tree in zip(query_lens, roots, parents, strict=True):

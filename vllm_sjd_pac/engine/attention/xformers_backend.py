@@ -34,6 +34,8 @@ class XformersTreeMetadata(FlashTreeMetadata):
 
 class XformersTreeMetadataBuilder(FlashTreeMetadataBuilder):
     metadata_type = XformersTreeMetadata
+    # The prefixes' description holds the block table, so the metadata cannot be reused for another table.
+    supports_update_block_table = False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
