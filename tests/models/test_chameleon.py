@@ -10,67 +10,10 @@ from typing import Any
 import family_harness as harness
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from tiny_chameleon import random_vqgan, vocabulary_map, write_anole, write_lumina
 
 from vllm_sjd_pac.models.chameleon import tokens as ids
 from vllm_sjd_pac.models.chameleon.family import AnoleFamily, LuminaMGPTFamily, chameleon_family
-
-VOCABULARY = 8960
-HEADS, HEAD_SIZE = 2, 32
-WORDS = ("a", "red", "boat", "Generate", "an", "image", "of", "64x64", "according", "to", "the", "following", "prompt:")
-
-
-def vocabulary_map() -> dict[str, int]:
-    names = {
-        "<s>": 0,
-        "<pad>": 1,
-        "</s>": 2,
-        "<unk>": 3,
-        "<eoss>": ids.END_OF_IMAGE,
-        "<racm3:break>": ids.BEGIN_OF_IMAGE,
-    }
-    for code in range(ids.IMAGE_COUNT):
-        letters = "".join("ABCDEFGHIJ"[int(digit)] for digit in str(code))
-        names[f"IMGIMG{letters}Z"] = ids.IMAGE_START + code
-    names |= {f"<reserved{number:05d}>": number + 4 for number in range(8706, VOCABULARY - 4)}
-    names["<image>"] = 8711
-    return names | {word: 8200 + index for index, word in enumerate(WORDS)}
-
-
-def write_reference(folder: Path, *, rows: int, seed: int) -> Any:
-    """A random ``ChameleonForConditionalGeneration``, saved; its qk-norm has `rows` different rows."""
-    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
-
-    torch.manual_seed(seed)
-    config = ChameleonConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HEADS * HEAD_SIZE,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=512,
-        vocabulary_map=vocabulary_map(),
-        bos_token_id=0,
-        eos_token_id=8710,
-        pad_token_id=1,
-        vq_config={
-            "base_channels": 32,
-            "channel_multiplier": [1, 1],
-            "latent_channels": 32,
-            "embed_dim": 32,
-            "resolution": 32,
-        },
-    )
-    reference = harness.shake(ChameleonForConditionalGeneration(config), seed)
-    with torch.no_grad():
-        for layer in reference.model.layers:
-            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-                for parameter in (norm.weight, norm.bias):
-                    parameter.copy_(parameter[:rows].repeat_interleave(HEADS // rows, dim=0))
-    reference.save_pretrained(folder)
-    harness.write_tokenizer(folder, vocabulary_map(), unknown="<unk>")
-    return reference
 
 
 @torch.no_grad()
@@ -79,28 +22,7 @@ def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
     return reference.lm_head(reference.model(torch.tensor([tokens])).last_hidden_state[0])
 
 
-def make_lumina(folder: Path) -> Any:
-    """Lumina-mGPT's own format: one qk-norm row for all heads, no image tokenizer, its trainer's architecture name."""
-    reference = write_reference(folder, rows=1, seed=1)
-    tensors = {
-        name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if "vqmodel" not in name
-    }
-    for name in tensors:
-        if "self_attn.q_norm." in name or "self_attn.k_norm." in name:
-            tensors[name] = tensors[name][:1].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    harness.update_config(folder, architectures=["ChameleonXLLMXForConditionalGeneration"], target_size=64)
-    return reference
-
-
-def make_anole(folder: Path) -> Any:
-    """The format of transformers: one qk-norm row per head, the image encoder in the checkpoint."""
-    reference = write_reference(folder, rows=HEADS, seed=2)
-    harness.update_config(folder, image_grid_size=4)
-    return reference
-
-
-@pytest.fixture(scope="module", params=[make_lumina, make_anole], ids=["lumina_mgpt", "anole"])
+@pytest.fixture(scope="module", params=[write_lumina, write_anole], ids=["lumina_mgpt", "anole"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("model")
     return folder, request.param(folder)
@@ -169,6 +91,11 @@ def test_lumina_prompt_and_layout_at_768() -> None:
     assert forced[-1] == 8196
     assert (forced >= 0).sum() == 49
     assert layout.vocabulary.tolist() == [*range(4, 8197), 8803]
+
+
+def test_tokens_that_open_no_image_have_the_layout_of_the_default_size() -> None:
+    assert lumina().layout(()).length == 48 * 49 + 1
+    assert AnoleFamily(SimpleNamespace(), "anole").layout(()).length == 1025
 
 
 def test_lumina_writes_height_before_width() -> None:
@@ -254,3 +181,71 @@ def test_codes_follow_the_vocabulary_when_it_is_shuffled() -> None:
     order = ids.code_order(names)
     assert order is not None
     assert order[:3].tolist() == [1, 0, 2]
+
+
+def plain_vqgan(t: dict[str, torch.Tensor], codes: torch.Tensor) -> torch.Tensor:
+    """The decoder as its paper describes it: [B, rows, columns] → [B, 3, height, width]."""
+
+    def group(x: torch.Tensor, name: str) -> torch.Tensor:
+        parts = x.unflatten(1, (32, -1))
+        mean = parts.mean((2, 3, 4), keepdim=True)
+        spread = (parts - mean).pow(2).mean((2, 3, 4), keepdim=True)
+        normed = ((parts - mean) / (spread + 1e-6).sqrt()).flatten(1, 2)
+        return normed * t[f"{name}.weight"][:, None, None] + t[f"{name}.bias"][:, None, None]
+
+    def conv(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = t[f"{name}.weight"]
+        return torch.nn.functional.conv2d(x, weight, t[f"{name}.bias"], padding=weight.shape[-1] // 2)
+
+    def swish(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+    def residual(x: torch.Tensor, name: str) -> torch.Tensor:
+        y = conv(swish(group(x, f"{name}.norm1")), f"{name}.conv1")
+        y = conv(swish(group(y, f"{name}.norm2")), f"{name}.conv2")
+        return y + (conv(x, f"{name}.nin_shortcut") if f"{name}.nin_shortcut.weight" in t else x)
+
+    x = conv(conv(t["quantize.embedding.weight"][codes].movedim(-1, 1), "post_quant_conv"), "decoder.conv_in")
+    x = residual(x, "decoder.mid.block_1")
+    y = group(x, "decoder.mid.attn_1.norm")
+    q, k, v = (conv(y, f"decoder.mid.attn_1.{part}").flatten(2) for part in "qkv")
+    weights = (torch.einsum("bcq,bck->bqk", q, k) / x.shape[1] ** 0.5).softmax(-1)
+    x = x + conv(torch.einsum("bqk,bck->bcq", weights, v).view(x.shape), "decoder.mid.attn_1.proj_out")
+    x = residual(x, "decoder.mid.block_2")
+    for stage in (4, 3, 2, 1, 0):
+        for block in range(3):
+            x = residual(x, f"decoder.up.{stage}.block.{block}")
+        if stage:
+            x = conv(x.repeat_interleave(2, -1).repeat_interleave(2, -2), f"decoder.up.{stage}.upsample.conv")
+    return conv(swish(group(x, "decoder.norm_out")), "decoder.conv_out")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", ["vqgan.ckpt", "ckpts/chameleon/tokenizer/vqgan.ckpt"])
+def test_pixels_equal_a_plain_forward(tmp_path: Path, place: str) -> None:
+    file = tmp_path / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": random_vqgan() | {"loss.logvar": torch.zeros(())}}, file)
+    decoder = LuminaMGPTFamily(SimpleNamespace(target_size=64), str(tmp_path)).load_pixel_decoder()
+    codes = torch.randint(ids.IMAGE_COUNT, (2, 2, 3), generator=torch.Generator().manual_seed(0))
+    pixels = plain_vqgan(random_vqgan(), codes)
+    assert (decoder.decoder(codes) - pixels).abs().max() <= 1e-4
+    expected = ((pixels.clamp(-1, 1) + 1) / 2 * 255).to(torch.uint8).permute(0, 2, 3, 1)
+    assert (decoder.decode(codes).int() - expected.int()).abs().max() <= 1
+    assert decoder.decode(codes).shape == (2, 32, 48, 3)
+    assert expected.float().std() > 5
+    unfinished = torch.where(torch.arange(6).view(2, 3) < 3, codes, -1)
+    assert (decoder.decode(unfinished)[:, 16:] == 128).all()
+
+
+def test_a_missing_pixel_decoder_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"vqgan\.ckpt \(from Meta's Chameleon release\) is missing"):
+        LuminaMGPTFamily(SimpleNamespace(), str(tmp_path)).load_pixel_decoder()
+
+
+def test_a_broken_pixel_decoder_names_the_tensor(tmp_path: Path) -> None:
+    tensors = random_vqgan()
+    del tensors["decoder.up.3.block.1.norm2.bias"]
+    torch.save({"state_dict": tensors}, tmp_path / "vqgan.ckpt")
+    with pytest.raises(ValueError, match=r"missing tensors \['decoder\.up\.1\.block\.1\.norm2\.bias'\]"):
+        LuminaMGPTFamily(SimpleNamespace(), str(tmp_path)).load_pixel_decoder()

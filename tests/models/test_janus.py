@@ -9,39 +9,10 @@ from typing import Any
 import family_harness as harness
 import pytest
 import torch
+from tiny_janus import CODES, GRID, NAMES, TEXT, write_reference
 
 from vllm_sjd_pac.models.janus.family import BEGIN_OF_IMAGE, PAD, JanusFamily
 from vllm_sjd_pac.models.janus.vocabulary import merge_vocabularies
-
-TEXT, CODES, GRID = 48, 96, 5
-NAMES = {"<unk>": 0, "<bos>": 1, "<eos>": 2, PAD: 3, BEGIN_OF_IMAGE: 4}
-NAMES |= {word: 5 + index for index, word in enumerate(("<|User|>:", "<|Assistant|>:", "a", "red", "boat"))}
-
-
-def write_reference(folder: Path) -> Any:
-    from transformers import JanusConfig, JanusForConditionalGeneration
-
-    torch.manual_seed(4)
-    text = {
-        "model_type": "llama", "vocab_size": TEXT, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": GRID * 4, "patch_size": 4,
-        "projection_dim": 64, "num_image_tokens": GRID * GRID,
-    }  # fmt: skip
-    vq = {
-        "embed_dim": 8, "num_embeddings": CODES, "latent_channels": 32, "base_channels": 32,
-        "channel_multiplier": [1, 1, 2], "num_res_blocks": 1, "projection_dim": 64, "image_token_embed_dim": 64, "num_hidden_layers": 3,
-    }  # fmt: skip
-    config = JanusConfig(
-        text_config=text, vision_config=vision, vq_config=vq, image_token_id=40, tie_word_embeddings=False
-    )
-    reference = harness.shake(JanusForConditionalGeneration(config), 4)
-    reference.save_pretrained(folder)
-    harness.write_tokenizer(folder, NAMES, unknown="<unk>", special=(PAD, BEGIN_OF_IMAGE))
-    return reference
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +80,7 @@ def test_prompt_and_layout(model: tuple[Path, Any], engine: Any) -> None:
     layout = family.layout(encoded.prompt_token_ids)
     assert (layout.rows, layout.columns, layout.length) == (GRID, GRID, GRID * GRID)
     assert layout.vocabulary.tolist() == list(range(TEXT, TEXT + CODES))
+    assert family.layout(()) is layout
     image = harness.whole_image(family, encoded.prompt_token_ids)
     start = len(encoded.prompt_token_ids)
     assert {family.segment_start(image[:end]) for end in range(start, len(image))} == {start}

@@ -11,34 +11,22 @@ import family_harness as harness
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_llamagen import (
+    CLASSES,
+    CODES,
+    GRID,
+    HEAD_SIZE,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    Tensors,
+    random_checkpoint,
+    random_tokenizer,
+    write_checkpoint,
+)
 
-from vllm_sjd_pac.models.llamagen.convert import convert, convert_tensors
+from vllm_sjd_pac.models.llamagen.convert import convert_tensors
 from vllm_sjd_pac.models.llamagen.family import LlamaGenFamily
-
-CODES, CLASSES, HIDDEN, HEAD_SIZE, LAYERS, GRID = 80, 10, 64, 32, 2, 6
-HEADS = HIDDEN // HEAD_SIZE
-Tensors = dict[str, torch.Tensor]
-
-
-def random_checkpoint(seed: int = 5) -> Tensors:
-    """LlamaGen's names and shapes; matrices scaled so that activations neither vanish nor explode."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "tok_embeddings.weight": (CODES, HIDDEN), "cls_embedding.embedding_table.weight": (CLASSES + 1, HIDDEN),
-        "norm.weight": (HIDDEN,), "output.weight": (CODES, HIDDEN),
-    }  # fmt: skip
-    for layer in range(LAYERS):
-        shapes |= {
-            f"layers.{layer}.attention.wqkv.weight": (3 * HIDDEN, HIDDEN),
-            f"layers.{layer}.attention.wo.weight": (HIDDEN, HIDDEN),
-            f"layers.{layer}.feed_forward.w1.weight": (96, HIDDEN),
-            f"layers.{layer}.feed_forward.w3.weight": (96, HIDDEN),
-            f"layers.{layer}.feed_forward.w2.weight": (HIDDEN, 96),
-            f"layers.{layer}.attention_norm.weight": (HIDDEN,),
-            f"layers.{layer}.ffn_norm.weight": (HIDDEN,),
-        }
-    generator = torch.Generator().manual_seed(seed)
-    random = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {name: 1 + 0.2 * t if t.dim() == 1 else t * 1.5 / t.shape[1] ** 0.5 for name, t in random.items()}
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -80,54 +68,6 @@ def plain_logits(t: Tensors, label: int, codes: list[int]) -> torch.Tensor:
         gate = F.silu(y @ w["feed_forward.w1.weight"].T) * (y @ w["feed_forward.w3.weight"].T)
         x = x + gate @ w["feed_forward.w2.weight"].T
     return norm(x, t["norm.weight"]) @ t["output.weight"].T
-
-
-def random_tokenizer(seed: int = 6) -> Tensors:
-    """A small image tokenizer in LlamaGen's names: stages of 64, 32 and 32 channels, stubs of the encoder."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors: Tensors = {}
-
-    def add(name: str, *shape: int) -> None:
-        fan = torch.Size(shape[1:]).numel()
-        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) / fan**0.5
-        if len(shape) == 1:
-            tensors[f"{name}.weight"] = 1 + 0.2 * tensors[f"{name}.weight"]
-        tensors[f"{name}.bias"] = 0.2 * torch.randn(shape[0], generator=generator)
-
-    def residual(name: str, entering: int, leaving: int) -> None:
-        add(f"{name}.norm1", entering)
-        add(f"{name}.conv1", leaving, entering, 3, 3)
-        add(f"{name}.norm2", leaving)
-        add(f"{name}.conv2", leaving, leaving, 3, 3)
-        if entering != leaving:
-            add(f"{name}.nin_shortcut", leaving, entering, 1, 1)
-
-    def attention(name: str, channels: int) -> None:
-        add(f"{name}.norm", channels)
-        for part in ("q", "k", "v", "proj_out"):
-            add(f"{name}.{part}", channels, channels, 1, 1)
-
-    add("decoder.conv_in", 64, 32, 3, 3)
-    residual("decoder.mid.0", 64, 64)
-    attention("decoder.mid.1", 64)
-    residual("decoder.mid.2", 64, 64)
-    entering = 64
-    for stage, leaving in enumerate((64, 32, 32)):
-        for block in range(2):
-            residual(f"decoder.conv_blocks.{stage}.res.{block}", entering, leaving)
-            entering = leaving
-            if stage == 0:
-                attention(f"decoder.conv_blocks.{stage}.attn.{block}", leaving)
-        if stage < 2:
-            add(f"decoder.conv_blocks.{stage}.upsample.conv", leaving, leaving, 3, 3)
-    add("decoder.norm_out", 32)
-    add("decoder.conv_out", 3, 32, 3, 3)
-    add("post_quant_conv", 32, 8, 1, 1)
-    add("quant_conv", 8, 32, 1, 1)
-    add("encoder.conv_in", 32, 3, 3, 3)
-    tensors["quantize.embedding.weight"] = torch.randn(CODES, 8, generator=generator)
-    tensors["quantize.codebook_used"] = torch.zeros(65536)
-    return tensors
 
 
 def plain_pixels(t: Tensors, codes: torch.Tensor) -> torch.Tensor:
@@ -175,11 +115,8 @@ def plain_pixels(t: Tensors, codes: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llamagen")
-    torch.save({"model": random_checkpoint() | {"freqs_cis": torch.zeros(1)}, "steps": 1}, folder / "c2i.pt")
-    torch.save({"model": random_tokenizer()}, folder / "vq.pt")
-    converted = folder / "converted"
-    convert(folder / "c2i.pt", converted, image_size=GRID * 16, vq=folder / "vq.pt", head_size=HEAD_SIZE)
-    return converted
+    write_checkpoint(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +177,7 @@ def test_prompts_that_are_no_class_and_other_sizes_are_refused() -> None:
             family.encode_prompt(None, prompt)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="size 256x256 is not supported by this model; supported: 384x384"):
         family.encode_prompt(None, "7", size=(256, 256))  # type: ignore[arg-type]
+    assert family.layout(()).length == 576
     layout = family.layout([16384 + 207])
     assert (layout.length, layout.image_token_start, layout.image_token_count) == (576, 0, 16384)
 

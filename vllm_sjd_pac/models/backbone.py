@@ -49,7 +49,7 @@ class MergedVocabularyModel(nn.Module, SupportsPP):
         self.code_start, self.code_count = code_start, code_count
         self.model = LlamaModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"), layer_type=layer_type)
         if get_pp_group().is_last_rank:
-            self.lm_head = ParallelLMHead(
+            self.lm_head: nn.Module = ParallelLMHead(
                 code_count, head_width, bias=head_bias, prefix=maybe_prefix(prefix, "lm_head")
             )
             self.logits_processor = LogitsProcessor(code_count)

@@ -14,6 +14,9 @@ from vllm_sjd_pac.models.layout import ImageLayout
 class SegmentFamily(ImageModelFamily):
     """Finds the open image segment by its begin token; subclasses say what the begin token is and what the grid is."""
 
+    code_pixels: int
+    """Width and height of a code's part of the picture."""
+
     header_length: int = 0
     """Size tokens between the begin token and position 0."""
 
@@ -54,10 +57,12 @@ class SegmentFamily(ImageModelFamily):
         return self.is_begin(token)
 
     def layout(self, tokens: Sequence[int]) -> ImageLayout:
+        """The layout of the segment that `tokens` leave open; that of the default size when they leave none open."""
         found = self.open_segment(tokens)
-        if found is None:
-            raise ValueError(f"{self.name}: these tokens leave no image open")
-        return found[1]
+        if found is not None:
+            return found[1]
+        width, height = self.sizes[0]
+        return self.layout_of(height // self.code_pixels, width // self.code_pixels)
 
 
 def require_words(text: str, what: str = "prompt") -> str:

@@ -60,7 +60,10 @@ def _outputs(prefix: str, layer: nn.Module) -> dict[str, int] | None:
 
 
 def _inputs(layer: nn.Module) -> int:
-    return int(layer.embedding_dim if isinstance(layer, VocabParallelEmbedding) else layer.input_size)
+    if isinstance(layer, VocabParallelEmbedding):
+        return layer.embedding_dim
+    assert isinstance(layer, LinearBase)
+    return layer.input_size
 
 
 def load_strictly(

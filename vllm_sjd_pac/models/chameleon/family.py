@@ -21,12 +21,11 @@ from vllm_sjd_pac.models.family import EncodedPrompt, ImageModelFamily, Sampling
 from vllm_sjd_pac.models.layout import ImageLayout
 from vllm_sjd_pac.models.segment import SegmentFamily, require_words
 
-CODE_PIXELS = 16
-"""Width and height of a code's part of the picture."""
-
 
 class ChameleonFamily(SegmentFamily):
     """What Lumina-mGPT and Anole have in common: begin token, codes, turns, pixels."""
+
+    code_pixels = 16
 
     def is_begin(self, token: int) -> bool:
         return token == BEGIN_OF_IMAGE
@@ -58,7 +57,7 @@ class LuminaMGPTFamily(ChameleonFamily):
     architectures = ("ChameleonXLLMXForConditionalGeneration", "ChameleonForConditionalGeneration")
     defaults = SamplingDefaults(guidance_scale=3.0, temperature=1.0, top_k=2000)
     header_length = 2
-    patch_pixels = 2 * CODE_PIXELS
+    patch_pixels = 32
     max_ratio = 4.0
 
     def __init__(self, hf_config: Any, model_path: str) -> None:
@@ -149,7 +148,7 @@ class AnoleFamily(ChameleonFamily):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        return ((self.side_codes * CODE_PIXELS, self.side_codes * CODE_PIXELS),)
+        return ((self.side_codes * self.code_pixels, self.side_codes * self.code_pixels),)
 
     def grid_after(self, tokens: Sequence[int], begin: int) -> tuple[int, int] | None:
         return self.side_codes, self.side_codes

@@ -54,15 +54,15 @@ class Emu3Family(SegmentFamily):
         self.ids = {name: int(vocabulary.get(name, token)) for name, token in SPECIAL.items()}
         self.names = {self.ids[name]: name for name in "*0123456789"}
         self.bos = int(hf_config.get_text_config().bos_token_id)
-        self.pixels_per_code = 2 ** (len(hf_config.vq_config.channel_multiplier) - 1)
+        self.code_pixels = 2 ** (len(hf_config.vq_config.channel_multiplier) - 1)
         self.codebook_size = int(hf_config.vq_config.codebook_size)
         self.area = int(getattr(hf_config, "image_area", 518_400))
         self._sizes = tuple(dict.fromkeys(self._size(*ratio) for ratio in RATIOS))
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels at this ratio: whole codes, the area as near as rounding each side allows."""
-        scale = sqrt(self.area / (width * height)) / self.pixels_per_code
-        return round(width * scale) * self.pixels_per_code, round(height * scale) * self.pixels_per_code
+        scale = sqrt(self.area / (width * height)) / self.code_pixels
+        return round(width * scale) * self.code_pixels, round(height * scale) * self.code_pixels
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -79,7 +79,7 @@ class Emu3Family(SegmentFamily):
                 rows, star, columns = text.partition("*")
                 if not (star and rows.isdecimal() and columns.isdecimal()):
                     return None
-                size = (int(columns) * self.pixels_per_code, int(rows) * self.pixels_per_code)
+                size = (int(columns) * self.code_pixels, int(rows) * self.code_pixels)
                 return (int(rows), int(columns)) if size in self._sizes else None
             text = self.names.get(tokens[index], "?") + text
         return None
@@ -95,7 +95,7 @@ class Emu3Family(SegmentFamily):
         )
 
     def _header(self, size: tuple[int, int]) -> list[int]:
-        columns, rows = (side // self.pixels_per_code for side in size)
+        columns, rows = (side // self.code_pixels for side in size)
         written = [self.ids[character] for character in f"{rows}*{columns}"]
         return [self.ids["<|image start|>"], *written, self.ids["<|image token|>"]]
 

@@ -15,7 +15,7 @@ PREFIXES = ("vqmodel.", "model.vqmodel.")
 class Emu3Pixels:
     """Codes to pixels; Emu3's decoder makes four video frames of each picture, of which the first counts."""
 
-    def __init__(self, vq: torch.nn.Module) -> None:
+    def __init__(self, vq: Any) -> None:
         self.vq = vq.eval().requires_grad_(False)
 
     @classmethod

@@ -32,21 +32,23 @@ class JanusFamily(SegmentFamily):
         super().__init__(hf_config, model_path)
         generation = read_json(model_path, "generation_config.json")
         named = (generation.get("generation_kwargs") or {}) | generation
-        ids = {
-            BEGIN_OF_IMAGE: token_id(model_path, BEGIN_OF_IMAGE) or named.get("boi_token_id"),
-            PAD: token_id(model_path, PAD) or named.get("pad_token_id"),
-        }
-        for what, token in ids.items():
-            if token is None:
-                raise ValueError(
-                    f"{model_path}: neither tokenizer.json nor generation_config.json tells the id of {what}"
-                )
-        self.begin_token, self.pad_token = int(ids[BEGIN_OF_IMAGE]), int(ids[PAD])
+        self.begin_token = self._special(BEGIN_OF_IMAGE, named.get("boi_token_id"))
+        self.pad_token = self._special(PAD, named.get("pad_token_id"))
         self.code_start = code_start(hf_config)
         self.codes = int(hf_config.vq_config.num_embeddings)
         vision = hf_config.vision_config
-        self.pixels = int(vision.image_size)
-        self.grid = self.pixels // int(vision.patch_size)
+        self.pixels, self.code_pixels = int(vision.image_size), int(vision.patch_size)
+        self.grid = self.pixels // self.code_pixels
+
+    def _special(self, text: str, otherwise: int | None) -> int:
+        """The tokenizer's id of `text`, or else the generation configuration's."""
+        token = token_id(self.model_path, text)
+        token = otherwise if token is None else token
+        if token is None:
+            raise ValueError(
+                f"{self.model_path}: neither tokenizer.json nor generation_config.json tells the id of {text}"
+            )
+        return token
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:

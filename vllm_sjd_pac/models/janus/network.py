@@ -110,7 +110,7 @@ def align(embeddings: torch.Tensor, layers: Iterable[tuple[torch.Tensor, torch.T
     for depth, (weight, bias) in enumerate(layers):
         if weight.shape[1:] != values.shape[1:] or weight.shape[:1] != bias.shape:
             raise ValueError(
-                f"aligner layer {depth} {tuple(weight.shape)}, {tuple(bias.shape)} does not fit {values.shape[1]} inputs"
+                f"aligner layer {depth} {tuple(weight.shape)}, {tuple(bias.shape)} does not fit {values.shape[1]} wide"
             )
         values = F.linear(F.gelu(values) if depth else values, weight.float(), bias.float())
     return values

@@ -25,6 +25,7 @@ class LlamaGenFamily(SegmentFamily):
     name = "llamagen"
     architectures = ("LlamaGenForImageGeneration",)
     defaults = SamplingDefaults(guidance_scale=4.0, temperature=1.0, top_k=2000)
+    code_pixels = CODE_PIXELS
 
     def __init__(self, hf_config: Any, model_path: str) -> None:
         super().__init__(hf_config, model_path)
