@@ -182,6 +182,19 @@ def forced_v2_runner() -> bool:
     return os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "").lower() in ("1", "true")
 
 
+def register_attention(backend: str, path: str) -> None:
+    """Let vLLM's back end `backend` (a name of ``AttentionBackendEnum``) be the class at `path`.
+
+    The CPU platform ignores the CUSTOM slot, so the stock entry is overridden; the selector caches classes, and an engine
+    of this process may have chosen the stock one before.
+    """
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum[backend], path)
+    selector._cached_get_attn_backend.cache_clear()
+
+
 def grow_kv_cache(kv_cache_config: Any, extra_blocks: int) -> Any:
     """A copy of a ``KVCacheConfig`` with `extra_blocks` more blocks, unknown to the scheduler, behind the others.
 

@@ -19,6 +19,7 @@ from vllm_sjd_pac.decoding import DraftTree, Verdict, WindowState
 from vllm_sjd_pac.engine import report as step_report
 from vllm_sjd_pac.engine.arguments import options_of
 from vllm_sjd_pac.engine.attention.interface import RequestTree, TreeStep, set_tree_step
+from vllm_sjd_pac.engine.attention.virtual import scratch_per_tree
 from vllm_sjd_pac.engine.noise import derived_seed
 from vllm_sjd_pac.engine.report import StepReport
 from vllm_sjd_pac.engine.rows import Columns, combine_guidance
@@ -62,6 +63,7 @@ class JacobiRunnerMixin:
             device=self.device,
             draws_integers=self.device.type == "cpu",
         )
+        self.sjd_scratch_blocks = 0  # set by the worker when the cache is allocated
         self.sjd_requests: dict[str, RequestState] = {}
         self.sjd_step = _Step()
 
@@ -307,11 +309,7 @@ class JacobiRunnerMixin:
         for state in self.sjd_requests.values():
             state.tree = ROOT_ONLY
         if step.verdict is not None:
-            trees = []
-            for state in step.members:
-                # A segment that has ended, or a request that will, keeps its place in the batch with a root-only tree.
-                room = self._room(state, batch.req_id_to_index[state.request_id]) if state.layout is not None else 0
-                trees.append(self.sjd_chooser.choose(room))
+            trees = self._choose_trees(step.members)
             tokens = self._draft(step, trees)
             for state, tree, nodes in zip(step.members, trees, tokens, strict=True):
                 if tree.num_nodes == 1:
@@ -321,11 +319,30 @@ class JacobiRunnerMixin:
                 if state.guidance.is_on:
                     drafts[batch.req_id_to_index[state.twin_id]] = nodes[1 : tree.num_nodes]
                     self.sjd_requests[state.twin_id].tree = tree
+            for state in step.members:
+                if state.layout is None:
+                    self.sjd_sampler.leave(state)  # the segment has ended; a later one starts with a fresh window
         step.report.sampling_seconds += time.perf_counter() - started
         return drafts
 
+    def _choose_trees(self: Any, states: list[RequestState]) -> list[DraftTree]:
+        """The next trees; requests for whose branches no scratch blocks are left get the main chain alone."""
+        scratch, block_size = self.sjd_scratch_blocks, self.cache_config.block_size
+        trees = []
+        for state in states:
+            # A segment that has ended, or a request that will, keeps its place in the batch with a root-only tree.
+            room = self._room(state, self.input_batch.req_id_to_index[state.request_id]) if state.layout is not None else 0
+            tree = self.sjd_chooser.choose(room)
+            needed = scratch_per_tree(tree, block_size) * (2 if state.guidance.is_on else 1)
+            if needed > scratch:
+                tree, needed = tree.truncate(tree.main_length + 1), 0
+            scratch -= needed
+            trees.append(tree)
+        return trees
+
     def _draft(self: Any, step: _Step, trees: list[DraftTree]) -> list[list[int]]:
-        assert step.window is not None and step.verdict is not None
+        assert step.window is not None
+        assert step.verdict is not None
         layouts = [state.layout for state in step.members]
         default = self.sjd_family.layout(())
         for state in step.members:

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_sjd_pac.engine import compat
 from vllm_sjd_pac.engine.arguments import options_of
-from vllm_sjd_pac.engine.attention.virtual import blocks_per_branch, branches_of
+from vllm_sjd_pac.engine.attention.virtual import scratch_per_tree
 from vllm_sjd_pac.engine.runner import JacobiRunnerMixin
 from vllm_sjd_pac.engine.trees import TreeChooser
 
 logger = init_logger(__name__)
+
+_SCRATCH_SEQUENCES = 4
 
 
 class SpecDecodeWorkerMixin:
@@ -36,17 +37,28 @@ class SpecDecodeWorkerMixin:
     def _register_attention(self: Any) -> None:
         """Register the attention back end that can mask draft trees, before the model is built."""
 
-    def _scratch_blocks(self: Any) -> int:
-        """Scratch blocks that all branches of a full batch need; 0 for chains."""
+    def _scratch_blocks(self: Any, cache_blocks: int) -> int:
+        """Scratch blocks beside a cache of `cache_blocks`; 0 for chains.
+
+        Enough for every sequence of a full batch, or an eighth of the cache, but at least for `_SCRATCH_SEQUENCES`;
+        the runner gives chains to requests for which none are left in a step. Equal on all ranks.
+        """
         config = self.vllm_config
-        tree = TreeChooser(options_of(config)).largest
-        per_request = len(branches_of(tree)) * blocks_per_branch(tree, config.cache_config.block_size)
-        return per_request * config.scheduler_config.max_num_seqs
+        per_request = scratch_per_tree(TreeChooser(options_of(config)).largest, config.cache_config.block_size)
+        sequences = config.scheduler_config.max_num_seqs
+        return min(per_request * sequences, max(cache_blocks // 8, per_request * _SCRATCH_SEQUENCES))
+
+    def determine_available_memory(self: Any) -> int:
+        """Memory for the cache, less what the scratch blocks will take."""
+        available = super().determine_available_memory()  # type: ignore[misc]
+        page = sum(spec.page_size_bytes for spec in self.model_runner.get_kv_cache_spec().values())
+        return available - self._scratch_blocks(available // page * 8 // 9) * page if page else available
 
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
         """Allocate the cache with scratch blocks behind those that the scheduler knows."""
-        scratch = self._scratch_blocks()
         blocks = kv_cache_config.num_blocks
+        scratch = self._scratch_blocks(blocks)
+        self.model_runner.sjd_scratch_blocks = scratch
         super().initialize_from_config(compat.grow_kv_cache(kv_cache_config, scratch))  # type: ignore[misc]
         self.cache_config.num_gpu_blocks = blocks
         for builder in self.model_runner._tree_builders():
@@ -64,7 +76,7 @@ class CPUSpecDecodeWorker(SpecDecodeWorkerMixin, CPUWorker):
     """The worker on CPUs."""
 
     def _register_attention(self) -> None:
-        register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_sjd_pac.engine.attention.cpu.CPUTreeAttentionBackend")
+        compat.register_attention("CPU_ATTN", "vllm_sjd_pac.engine.attention.cpu.CPUTreeAttentionBackend")
 
 
 class GPUSpecDecodeWorker(SpecDecodeWorkerMixin, Worker):

@@ -61,10 +61,9 @@ def _find_branches(tree: DraftTree) -> list[Branch]:
     return found
 
 
-def blocks_per_branch(tree: DraftTree, block_size: int) -> int:
-    """Scratch blocks that one branch may need, wherever the root lies in its block."""
-    longest = max((b.last_depth - b.depth + 1 for b in branches_of(tree)), default=0)
-    return -(-(longest + block_size - 1) // block_size) if longest else 0
+def scratch_per_tree(tree: DraftTree, block_size: int) -> int:
+    """Scratch blocks that a tree's branches may need, wherever the root lies in its block."""
+    return sum(-(-(b.last_depth - b.depth + block_size) // block_size) for b in branches_of(tree))
 
 
 @dataclass(frozen=True)
