@@ -98,9 +98,10 @@ def jacobi_decode(
         tokens = decoder.draft(trees, state, verdict)
 
 
-BatchTarget = Callable[[Tensor, Tensor, TreeBatch, Tensor], Tensor]
-"""(committed long [B, L], position long [B], trees, node tokens long [B, N]) -> logits float32 [B, N, V]. The root of
-request b is its token number position[b] - 1; committed[b, :position[b]] are its tokens so far, -1 beyond."""
+BatchTarget = Callable[[Tensor, Tensor, TreeBatch, Tensor, Tensor], Tensor]
+"""(committed long [B, L], position long [B], trees, node tokens long [B, N], sequences long [B]) -> logits float32
+[B, N, V]. ``sequences``: numbers of the sequences that are still decoding; the root of row b is its token number
+position[b] - 1; committed[b, :position[b]] are its tokens so far, -1 beyond."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def simulate(
     tokens = rule.draft(trees, state, None, _bind(legal, state.keys))
     step = 0
     while True:
-        rows = target(out[who], state.position, trees, tokens)
+        rows = target(out[who], state.position, trees, tokens, who)
         verdict = rule.verify(trees, tokens, rows, state)
         begin = state.position - verdict.counts
         columns = begin.unsqueeze(1) + torch.arange(verdict.tokens.shape[1])

@@ -201,7 +201,7 @@ class RejectionRule(AcceptanceRule):
             return None
         place = sibling_rows(trees, plan)
         own = drafts[place].unsqueeze(1)
-        q = state.flat("estimates").index_select(0, plan.ring[place]).scatter_(1, own, 0.0)
+        q = self._sibling_laws(plan, state, place).scatter_(1, own, 0.0)
         shape = (trees.batch_size, trees.sibling_depth * q.shape[1])
         uniforms = self.randomness.uniform(state.keys, state.position, _BRANCH, shape[1]).view(q.shape)
         clocks = uniforms.neg_().log1p_().neg_().clamp_(min=1e-300)
@@ -211,6 +211,10 @@ class RejectionRule(AcceptanceRule):
         if siblings.shape[1] < trees.width - 1:
             siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
         return siblings.view(trees.batch_size, trees.sibling_depth, trees.width - 1)
+
+    def _sibling_laws(self, plan: WindowPlan, state: WindowState, place: Tensor) -> Tensor:
+        """The laws q_j [n, V] that siblings of the plan's entries ``place`` long [n] are drawn from."""
+        return state.flat("estimates").index_select(0, plan.ring[place])
 
 
 def _nobody(mask: Tensor) -> bool:
