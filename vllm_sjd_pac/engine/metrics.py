@@ -9,6 +9,7 @@ neighbouring counts give the exact histogram of tokens per forward.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerBase
@@ -36,7 +37,7 @@ class ServingMetrics:
         self.decode_seconds = Histogram(
             "sjd_pac:pixel_decode_seconds", "Tokens to encoded picture, partial ones included.", buckets=_DECODE_SECONDS
         )
-        self.image_forwards = Counter("sjd_pac:image_forwards", "Forward passes of finished pictures, prefill included.")
+        self.image_forwards = Counter("sjd_pac:image_forwards", "Forward passes of finished pictures.")
         self.image_tokens = Counter("sjd_pac:image_tokens", "Tokens of finished pictures.")
         self.image_rate = Histogram(
             "sjd_pac:image_tokens_per_forward", "Tokens per forward pass of each finished picture.", buckets=_TOKENS
@@ -122,7 +123,7 @@ class EngineStatLogger(StatLoggerBase):
         self._drafted.inc(speculative.num_draft_tokens)
         self._window.set(speculative.num_draft_tokens / speculative.num_drafts)
         reached = [speculative.num_drafts, *speculative.num_accepted_tokens_per_pos, 0]
-        for depth, (here, deeper) in enumerate(zip(reached, reached[1:], strict=False)):
+        for depth, (here, deeper) in enumerate(itertools.pairwise(reached)):
             if not here:
                 break
             if depth:
@@ -139,7 +140,7 @@ class _EveryEngine(PerEngineStatLoggerAdapter):
 
 
 def attach(engine_client: Any) -> None:
-    """Feed the metrics from `engine_client`'s statistics; without them (``--disable-log-stats``) only pictures count."""
+    """Feed the metrics from the engine's statistics; without these (``--disable-log-stats``) only pictures count."""
     serving()
     manager = getattr(engine_client, "logger_manager", None)
     if manager is None or any(isinstance(logger, _EveryEngine) for logger in manager.stat_loggers):

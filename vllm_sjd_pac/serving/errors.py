@@ -35,7 +35,8 @@ class APIError(Exception):
         kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         # A client's own words may come back in here, unpaired surrogates included, which no JSON response can hold.
         message, param = (
-            None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in (self.message, self.param)
+            None if text is None else text.encode("utf-8", "backslashreplace").decode()
+            for text in (self.message, self.param)
         )
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 

@@ -147,6 +147,8 @@ class ImageService:
         Raises:
             APIError: the engine refused the request or failed.
         """
+        from vllm.inputs.engine import tokens_input
+
         request = job.request
         started = time.perf_counter()
         tokens: list[int] = []
@@ -163,7 +165,7 @@ class ImageService:
                 output_kind=output_kind,
             )
             outputs = self.engine.generate(
-                {"prompt_token_ids": list(job.encoded.prompt_token_ids)}, params, f"img-{secrets.token_hex(12)}"
+                tokens_input(list(job.encoded.prompt_token_ids)), params, f"img-{secrets.token_hex(12)}"
             )
             async for output in outputs:
                 completion = output.outputs[0]

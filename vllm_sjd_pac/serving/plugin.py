@@ -1,12 +1,11 @@
 """The endpoint plugin: routes on vLLM's own API server, in the same process.
 
-vLLM loads endpoint plugins only when ``VLLM_PLUGINS`` names them; ``engine.compat.hook_endpoints`` adds this one to every
-API server whose engine runs the method, so that ``vllm serve MODEL --speculative-model sjd_pac`` is enough.
+vLLM loads endpoint plugins only when ``VLLM_PLUGINS`` names them; ``engine.compat.hook_endpoints`` adds this one to
+every API server whose engine runs the method, so that ``vllm serve MODEL --speculative-model sjd_pac`` is enough.
 """
 
 from __future__ import annotations
 
-import contextlib
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +46,11 @@ class ImagesEndpoint:
         state.sjd_pac_images = ImageService(engine_client, model_names)
         metrics.attach(engine_client)
         if self._app is not None:
-            # Here and not in attach_router: vLLM's key check is added in between and must lie inside this one.
-            with contextlib.suppress(RuntimeError):  # the application is running already: keep vLLM's own 401 body
-                self._app.add_middleware(OpenAIAuthenticationErrors)
+            # Here and not in attach_router: vLLM adds its key check in between, and it must lie inside this one. By now
+            # the stack is built, by vLLM's SageMaker set-up, so that add_middleware would come too late.
+            if self._app.middleware_stack is None:
+                self._app.middleware_stack = self._app.build_middleware_stack()
+            self._app.middleware_stack = OpenAIAuthenticationErrors(self._app.middleware_stack)
         logger.info("SJD-PAC: POST /v1/images/generations and GET /sjd-pac are ready")
 
 

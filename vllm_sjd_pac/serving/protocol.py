@@ -194,9 +194,7 @@ def _check_combinations(request: ImageRequest) -> None:
         "partial_images",
         "partial_images needs stream=true",
     )
-    refuse(
-        not request.stream and request.every_row, "sjd_pac.every_row", "sjd_pac.every_row needs stream=true"
-    )
+    refuse(not request.stream and request.every_row, "sjd_pac.every_row", "sjd_pac.every_row needs stream=true")
     refuse(
         request.seed is not None and request.seed + request.count - 1 > MAX_SEED,
         "seed",
@@ -218,10 +216,7 @@ def _api_error(error: ValidationError) -> APIError:
     """One line about the first problem, e.g. ``n=11 is not allowed: input should be less than or equal to 10``."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"])
-    if first["type"] in ("string_too_long", "missing"):
-        shown = param
-    else:
-        shown = f"{param}={_shown(first['input'])}"
+    shown = param if first["type"] == "string_too_long" else f"{param}={_shown(first['input'])}"
     message = first["msg"][0].lower() + first["msg"][1:]
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     return APIError(f"{shown} is not allowed: {message}", param=param, code=code)

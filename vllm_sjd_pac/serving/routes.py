@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from vllm.logger import init_logger
 
 from vllm_sjd_pac.serving import streaming
@@ -70,13 +69,6 @@ async def not_supported(request: Request) -> JSONResponse:
     ).response()
 
 
-@router.get("/v1/sjd_pac")
-async def about(request: Request) -> JSONResponse:
-    """Sizes, sampling defaults and known words of the model."""
-    service: ImageService = request.app.state.sjd_pac_images
-    return JSONResponse(service.about())
-
-
 async def _respond(service: ImageService, job: Job) -> Response:
     pictures = await service.draw_all(job)
     data = []
@@ -104,7 +96,8 @@ async def _read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(
-            f"content type {kind[:80] or 'missing'!r} is not supported; send application/json", code="invalid_content_type"
+            f"content type {kind[:80] or 'missing'!r} is not supported; send application/json",
+            code="invalid_content_type",
         )
     body = bytearray()
     async for chunk in request.stream():

@@ -1,11 +1,14 @@
-"""``GET /sjd-pac``: the demo page; three static files, nothing from elsewhere."""
+"""``GET /sjd-pac``: the demo page; three static files, nothing from elsewhere.
+
+Like ``/health`` and ``/metrics`` the page is open under ``--api-key``; drawing needs the key, which the page asks for.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import APIRouter
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, JSONResponse
 
 _FOLDER = Path(__file__).parent
 _HEADERS = {
@@ -20,6 +23,12 @@ _FILES = {
 }
 
 router = APIRouter(include_in_schema=False)
+
+
+@router.get("/sjd-pac/about.json")
+async def about(request: Request) -> JSONResponse:
+    """Sizes, sampling defaults and known words of the model."""
+    return JSONResponse(request.app.state.sjd_pac_images.about())
 
 
 def _add(path: str, name: str, kind: str) -> None:
