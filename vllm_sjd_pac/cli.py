@@ -18,9 +18,8 @@ from vllm_sjd_pac.config import SJDPACConfig
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (2 for bad input, with one line on standard error)."""
     parser = build_parser()
-    given, rest = parser.parse_known_args(arguments)
-    if rest and given.run is not serve:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    words, rest = split_serve(sys.argv[1:] if arguments is None else list(arguments))
+    given = parser.parse_args(words)
     given.rest = rest
     try:
         return given.run(given)
@@ -158,6 +157,16 @@ def generate(given: argparse.Namespace) -> int:
     return 0
 
 
+def split_serve(words: list[str]) -> tuple[list[str], list[str]]:
+    """``serve [MODEL] …`` and the arguments for vLLM; argparse would take a value of an unknown flag for MODEL."""
+    if words[:1] != ["serve"]:
+        return words, []
+    cut = 2 if len(words) > 1 and not words[1].startswith("-") else 1
+    if words[cut : cut + 1] in (["-h"], ["--help"]):
+        return words, []
+    return words[:cut], words[cut:]
+
+
 def serve(given: argparse.Namespace) -> int:
     """``sjd-pac serve``: become ``vllm serve`` with the method switched on."""
     from vllm_sjd_pac.models.emoji import checkpoint_path
@@ -171,6 +180,8 @@ def serve(given: argparse.Namespace) -> int:
         for flag, value in defaults.items():
             if not any(argument.split("=")[0] == flag for argument in given.rest):
                 command += [flag, value]
+        if not {"--enforce-eager", "--no-enforce-eager"} & set(given.rest):
+            command.append("--enforce-eager")  # as `generate` does: the same picture for the same seed
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     executable = Path(sys.executable).with_name("vllm")
     os.execv(executable, [*command, *given.rest])

@@ -16,11 +16,11 @@ def test_random_disconnects_leave_nothing_behind(server: Server, client: Any) ->
     expected = draw(client, seed=30).data
     aborted = server.metric("sjd_pac:images_total", outcome="aborted")
     tally = asyncio.run(
-        load.run(server.url, requests=32, concurrency=16, disconnects=0.5, key=KEY, seed=1, time_limit=240)
+        load.run(server.url, requests=24, concurrency=16, disconnects=0.5, key=KEY, seed=1, time_limit=400)
     )
     assert set(tally.outcomes) <= {"finished", "disconnected"}
-    assert tally.outcomes["finished"] > 4
-    assert tally.outcomes["disconnected"] > 4
+    assert tally.outcomes["finished"] > 3
+    assert tally.outcomes["disconnected"] >= 3
     server.wait_idle()
     assert server.metric("sjd_pac:images_total", outcome="aborted") > aborted
     assert server.metric("sjd_pac:images_total", outcome="failed") == 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ class ImageService:
 
     # ---- drawing --------------------------------------------------------------------------------------------------
 
-    async def draw(self, job: Job, index: int, output_kind: RequestOutputKind) -> AsyncIterator[Progress]:
+    async def draw(self, job: Job, index: int, output_kind: RequestOutputKind) -> AsyncGenerator[Progress]:
         """Draw picture `index`, reporting its tokens whenever the engine does; the last progress is finished.
 
         Closing or cancelling it aborts the engine's request and, with it, its hidden twin.
@@ -167,18 +168,18 @@ class ImageService:
             outputs = self.engine.generate(
                 tokens_input(list(job.encoded.prompt_token_ids)), params, f"img-{secrets.token_hex(12)}"
             )
-            async for output in outputs:
-                completion = output.outputs[0]
-                tokens.extend(completion.token_ids)
-                if not output.finished:
-                    yield Progress(index, list(tokens), finished=False)
-                    continue
-                self._check_end(job, completion, tokens)
-                statistics = completion.spec_decode_metrics
-                accepted = list(statistics.per_step_accepted) if statistics is not None else None
-                outcome = "finished"
-                metrics.serving().image_finished(time.perf_counter() - started, len(tokens), accepted)
-                yield Progress(index, tokens, finished=True, accepted=accepted)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    tokens.extend(completion.token_ids)
+                    if not output.finished:
+                        yield Progress(index, list(tokens), finished=False)
+            self._check_end(job, completion, tokens)
+            statistics = completion.spec_decode_metrics
+            accepted = list(statistics.per_step_accepted) if statistics is not None else None
+            outcome = "finished"
+            metrics.serving().image_finished(time.perf_counter() - started, len(tokens), accepted)
+            yield Progress(index, tokens, finished=True, accepted=accepted)
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except Exception as error:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
 from typing import Any
 
-from vllm_sjd_pac.serving.errors import APIError, engine_error
+from vllm.logger import init_logger
+
+from vllm_sjd_pac.serving.errors import engine_error
 from vllm_sjd_pac.serving.images import ImageService, Job, Progress
 
 MEDIA_TYPE = "text/event-stream"
 
+logger = init_logger(__name__)
 
-async def events(service: ImageService, job: Job) -> AsyncIterator[str]:
+
+async def events(service: ImageService, job: Job) -> AsyncGenerator[str]:
     """The event stream of a request.
 
     Per picture: up to ``partial_images`` events ``image_generation.partial_image`` (whole rows of the real picture over
@@ -22,7 +28,7 @@ async def events(service: ImageService, job: Job) -> AsyncIterator[str]:
     ``image_generation.completed``. With n > 1 the pictures are drawn at the same time and their events interleave;
     ``sjd_pac.index`` tells them apart. A failure after the start is an ``error`` event, the last one.
     """
-    queue: asyncio.Queue[Progress | None] = asyncio.Queue(maxsize=job.request.count * 2)
+    queue: asyncio.Queue[Progress | Exception] = asyncio.Queue(maxsize=job.request.count * 2)
     producers = [asyncio.create_task(_produce(service, job, index, queue)) for index in range(job.request.count)]
     shown = [0] * job.request.count
     sent = [0] * job.request.count
@@ -30,13 +36,10 @@ async def events(service: ImageService, job: Job) -> AsyncIterator[str]:
         running = len(producers)
         while running:
             progress = await queue.get()
-            if progress is None:
-                running -= 1
-                for producer in producers:
-                    if producer.done() and not producer.cancelled() and producer.exception() is not None:
-                        raise producer.exception()  # type: ignore[misc]
-                continue
+            if isinstance(progress, Exception):
+                raise progress
             if progress.finished:
+                running -= 1
                 yield await _completed(service, job, progress)
                 continue
             for rows in _due_rows(job, progress, shown[progress.index]):
@@ -45,6 +48,8 @@ async def events(service: ImageService, job: Job) -> AsyncIterator[str]:
                 shown[progress.index] = rows
     except Exception as error:
         failure = engine_error(error)
+        if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            logger.exception("image stream failed")
         yield _event("error", {"type": "error", **failure.body})
     finally:
         for producer in producers:
@@ -52,18 +57,15 @@ async def events(service: ImageService, job: Job) -> AsyncIterator[str]:
         await asyncio.gather(*producers, return_exceptions=True)
 
 
-async def _produce(service: ImageService, job: Job, index: int, queue: asyncio.Queue[Progress | None]) -> None:
+async def _produce(service: ImageService, job: Job, index: int, queue: asyncio.Queue[Progress | Exception]) -> None:
     from vllm.sampling_params import RequestOutputKind
 
-    drawing = service.draw(job, index, RequestOutputKind.DELTA)
     try:
-        async for progress in drawing:
-            await queue.put(progress)
-    finally:
-        # Without this a cancelled consumer would leave the engine's request to the garbage collector.
-        await drawing.aclose()  # type: ignore[attr-defined]
-        if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
-            await queue.put(None)
+        async with contextlib.aclosing(service.draw(job, index, RequestOutputKind.DELTA)) as drawing:
+            async for progress in drawing:
+                await queue.put(progress)
+    except Exception as error:
+        await queue.put(error)
 
 
 def milestones(job: Job) -> list[int]:
@@ -119,6 +121,3 @@ def _common(job: Job) -> dict[str, Any]:
 
 def _event(name: str, content: dict[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(content)}\n\n"
-
-
-__all__ = ["MEDIA_TYPE", "APIError", "events", "milestones"]
