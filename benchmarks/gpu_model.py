@@ -18,7 +18,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Wi
 """(query, key, value, key cache, value cache, block table, prefix lengths, layout) -> out; see `triton_ops`."""
 
 SIZES: dict[str, dict[str, int]] = {
-    "smoke": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "smoke": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "vocab_size": 48},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 16384},

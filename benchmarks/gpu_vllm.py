@@ -34,6 +34,7 @@ def write_checkpoint(folder: str, smoke: bool) -> int:
     model.save_pretrained(folder)
     path, side = Path(folder, "config.json"), 4 if smoke else 16
     config = json.loads(path.read_text())
+    config |= {"bos_token_id": 0, "eos_token_id": 3}
     config["image_token_layout"] = {
         "begin_token_id": 1,
         "end_token_id": 3,
@@ -67,7 +68,8 @@ def worker(arguments: dict[str, Any]) -> None:
         **arguments["engine"],
     )
     params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=arguments["tokens"], detokenize=False) for seed in (1, 2)
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=arguments["tokens"], ignore_eos=True, detokenize=False)
+        for seed in (1, 2)
     ]
     prompts = [{"prompt_token_ids": [0, 1]} for _ in params]
     llm.generate(prompts, params, use_tqdm=False)

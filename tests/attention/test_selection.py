@@ -58,3 +58,11 @@ def test_the_named_classes_exist(path):
     backend = getattr(importlib.import_module(module), name)
     assert backend.get_impl_cls() is not None
     assert hasattr(backend.get_builder_cls(), "max_branches")
+
+
+def test_this_process_can_be_asked():
+    pytest.importorskip("vllm")
+    here = Platform.here("cpu")
+    assert here.device == "cpu"
+    with pytest.raises(ValueError, match="needs a GPU"):
+        choose_tree_backend("triton", torch.float32, here)
