@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_sjd_pac.config import METHOD, SJDPACConfig
 from vllm_sjd_pac.engine import compat
+from vllm_sjd_pac.engine.trees import TreeChooser
 
 _PREFIX = "sjd_pac_"
 _SCHEDULER = "vllm_sjd_pac.engine.scheduler.GuidedScheduler"
@@ -142,7 +143,9 @@ def _options_of(spec_model: str | None, spec_tokens: int | None, config: dict[st
         if config.get("num_speculative_tokens", spec_tokens) != spec_tokens:
             raise ValueError("--num-speculative-tokens and --speculative-config['num_speculative_tokens'] differ")
         config["num_speculative_tokens"] = spec_tokens
-    return SJDPACConfig.from_mapping(config)
+    options = SJDPACConfig.from_mapping(config)
+    TreeChooser(options)  # the tree must fit its node budget
+    return options
 
 
 def apply(engine_args: Any) -> SJDPACConfig | None:

@@ -31,6 +31,11 @@ from vllm_sjd_pac.models.family import find_family
 _MISSING = -1
 
 
+def branch_positions(root_position: int, tree: DraftTree) -> list[int]:
+    """Position of every node for the network: the root's plus the depth in the tree."""
+    return [root_position + depth for depth in tree.depths]
+
+
 @dataclasses.dataclass
 class _Step:
     """What one step carries from verification to drafting."""
@@ -113,7 +118,7 @@ class JacobiRunnerMixin:
             requests.append(RequestTree(index, root_offset, root_position, tree))
             first = int(self.query_start_loc.np[index]) + root_offset
             tokens += range(first + tree.main_length + 1, first + tree.num_nodes)
-            positions += [root_position + depth for depth in tree.depths[tree.main_length + 1 :]]
+            positions += branch_positions(root_position, tree)[tree.main_length + 1 :]
         if tokens:
             index_tensor = torch.tensor(tokens, device=self.device)
             self.positions[index_tensor] = torch.tensor(positions, dtype=self.positions.dtype, device=self.device)
