@@ -60,7 +60,7 @@ def export(work: Path, output: Path) -> None:
     shape = ModelShape(**state["shape"])
     (output / "vq").mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in state["model"].items()}
-    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    _save(weights, output / "model.safetensors")
     _write(output / "config.json", llama_config(shape))
     generation = {
         "bos_token_id": vocabulary.BEGIN_ID,
@@ -76,7 +76,7 @@ def export(work: Path, output: Path) -> None:
 
     vq = train_vq.load(work / "vq.pt").vq
     half = {name: tensor.half().contiguous() for name, tensor in vq.state_dict().items()}
-    save_file(half, output / "vq" / "model.safetensors")
+    _save(half, output / "vq" / "model.safetensors")
     codebook_size, dimension = vq.codebook.shape
     vq_config = {
         "codebook_size": codebook_size,
@@ -85,6 +85,11 @@ def export(work: Path, output: Path) -> None:
         "pixels_per_token": 8,
     }
     _write(output / "vq" / "config.json", vq_config)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

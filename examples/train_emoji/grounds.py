@@ -11,6 +11,8 @@ from examples.train_emoji import sources
 
 SIDE = 128
 POOL = 24
+GRAIN_CELL = 5.0
+GRAIN_STRENGTH = (8.0, 14.0)
 
 
 def plain(colour: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
@@ -30,6 +32,27 @@ def crop(pool: list[np.ndarray], name: str, rng: np.random.Generator) -> np.ndar
     if rng.random() < 0.5:
         window = window[:, ::-1]
     return window.astype(np.float32) * (1 + 0.05 * rng.standard_normal())
+
+
+def make_grain(seed: int = 8, count: int = 32, side: int = 192) -> list[np.ndarray]:
+    """Mottled noise, mostly in brightness, ``[side, side, 3]`` with unit deviation.
+
+    Laid over every ground it keeps the law of its codes as uncertain as photographs make it.
+    """
+    rng = np.random.default_rng(seed)
+    fields = []
+    for _ in range(count):
+        brightness = _noise(rng, side, side, GRAIN_CELL, GRAIN_CELL)[..., None]
+        colour = np.stack([_noise(rng, side, side, GRAIN_CELL, GRAIN_CELL) for _ in range(3)], -1)
+        fields.append((brightness + 0.5 * colour) / 1.12)
+    return fields
+
+
+def add_grain(canvas: np.ndarray, fields: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    """``canvas`` with a random piece of grain of random strength."""
+    field = fields[rng.integers(len(fields))]
+    top, left = rng.integers(field.shape[0] - SIDE + 1, size=2)
+    return np.clip(canvas + rng.uniform(*GRAIN_STRENGTH) * field[top : top + SIDE, left : left + SIDE], 0, 255)
 
 
 def make_pools(folder: Path, seed: int = 7) -> dict[str, list[np.ndarray]]:

@@ -69,6 +69,7 @@ class SceneMaker:
 
     def __init__(self, sprites: dict[str, Image.Image], pools: dict[str, list[np.ndarray]]):
         self.pools = pools
+        self.grain = grounds.make_grain()
         self.sprites = {name: _tighten(sprite) for name, sprite in sprites.items()}
         self.painted: dict[tuple[str, str | None], Image.Image] = {}
         for thing in OBJECTS:
@@ -93,6 +94,7 @@ class SceneMaker:
         else:
             ground = GROUNDS[rng.integers(len(GROUNDS))]
             canvas = grounds.crop(self.pools[ground], ground, rng)
+        canvas = grounds.add_grain(canvas, self.grain, rng)
         return Scene(self._compose(canvas, self.painted[thing, colour], rng), thing, colour, ground, plain)
 
     def _compose(self, canvas: np.ndarray, sprite: Image.Image, rng: np.random.Generator) -> np.ndarray:
