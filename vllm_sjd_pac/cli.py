@@ -23,7 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.rest = rest
     try:
         return given.run(given)
-    except (ValueError, FileNotFoundError) as error:
+    except Exception as error:
+        # vLLM's error for bad parameters is no ValueError; its class is named, since importing vLLM takes seconds.
+        if not isinstance(error, ValueError | FileNotFoundError) and type(error).__name__ != "VLLMValidationError":
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -59,8 +59,8 @@ class SJDPACConfig:
     )
     proposal: str = _option(
         "uniform",
-        "what enters the window: 'uniform' over the legal tokens, or 'above' (the law of the token one row up)",
-        choices=("uniform", "above"),
+        "what enters the window: 'uniform' over the legal tokens",
+        choices=("uniform",),
     )
     memory: bool = _option(True, "race only: earlier values of a position come back as siblings")
     smoothing: float = _option(0.25, "race only: share of the older estimate that drafts keep", allowed="0 to 0.95")

@@ -10,5 +10,7 @@ def register() -> None:
     configuration.
     """
     from vllm_sjd_pac.engine import compat
+    from vllm_sjd_pac.models.registry import register_models
 
     compat.install()
+    register_models()

@@ -50,7 +50,12 @@ def build_engine(model: Path, speculative_config: dict[str, Any] | None, **argum
     from vllm import LLM
 
     defaults: dict[str, Any] = {
-        "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16, "block_size": 32, "seed": 0,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "seed": 0,
         "disable_log_stats": False,
     }
     return LLM(str(model), speculative_config=speculative_config, **{**defaults, **arguments})

@@ -38,7 +38,9 @@ def test_the_flag_alone() -> None:
     engine_args = parse("--speculative-model", "sjd_pac")
     assert options_after(engine_args) == SJDPACConfig()
     assert engine_args.speculative_config == {
-        "method": "custom_class", "model": compat.PROPOSER, "num_speculative_tokens": 63,
+        "method": "custom_class",
+        "model": compat.PROPOSER,
+        "num_speculative_tokens": 63,
     }
     assert engine_args.worker_cls.endswith("CPUSpecDecodeWorker")
     assert engine_args.scheduler_cls.endswith("GuidedScheduler")
@@ -46,15 +48,38 @@ def test_the_flag_alone() -> None:
 
 def test_every_option_has_a_flag() -> None:
     flags = [
-        "--sjd-pac-acceptance", "rejection", "--sjd-pac-mode", "pd", "--sjd-pac-tree", "full:3.3", "--sjd-pac-window", "20",
-        "--sjd-pac-proposal", "uniform", "--no-sjd-pac-memory", "--sjd-pac-smoothing", "0.5",
-        "--no-sjd-pac-adaptive-window", "--sjd-pac-attention", "virtual", "--sjd-pac-verify-ranks",
-        "--num-speculative-tokens", "40",
+        "--sjd-pac-acceptance",
+        "rejection",
+        "--sjd-pac-mode",
+        "pd",
+        "--sjd-pac-tree",
+        "full:3.3",
+        "--sjd-pac-window",
+        "20",
+        "--sjd-pac-proposal",
+        "uniform",
+        "--no-sjd-pac-memory",
+        "--sjd-pac-smoothing",
+        "0.5",
+        "--no-sjd-pac-adaptive-window",
+        "--sjd-pac-attention",
+        "virtual",
+        "--sjd-pac-verify-ranks",
+        "--num-speculative-tokens",
+        "40",
     ]
     given = options_after(parse("--speculative-model", "sjd_pac", *flags))
     wanted = SJDPACConfig(
-        acceptance="rejection", mode="pd", tree="full:3.3", num_speculative_tokens=40, window=20, memory=False, smoothing=0.5,
-        adaptive_window=False, attention="virtual", verify_ranks=True,
+        acceptance="rejection",
+        mode="pd",
+        tree="full:3.3",
+        num_speculative_tokens=40,
+        window=20,
+        memory=False,
+        smoothing=0.5,
+        adaptive_window=False,
+        attention="virtual",
+        verify_ranks=True,
     )
     assert given == wanted
     json_form = parse("--speculative-config", '{"model": "sjd_pac", "tree": "full:3.3", "num-speculative-tokens": 40}')

@@ -95,7 +95,11 @@ def test_guided_greedy_tokens_equal_transformers(run_engine: RunEngine, constrai
 
     model = LlamaForCausalLM.from_pretrained(constrained).float()
     prompt, negative = tiny_model.prompt("red", "apple", "on", "grass"), tiny_model.prompt("sea")
-    params = {"temperature": 0.0, "max_tokens": 60, "extra_args": {"guidance_scale": 2.5, "negative_token_ids": negative}}
+    params = {
+        "temperature": 0.0,
+        "max_tokens": 60,
+        "extra_args": {"guidance_scale": 2.5, "negative_token_ids": negative},
+    }
     run = run_engine(constrained, {"model": "sjd_pac"}, [Request(prompt, params)])
     tokens: list[int] = []
     while len(tokens) < tiny_model.SEGMENT_LENGTH:
@@ -113,11 +117,17 @@ def test_guided_greedy_tokens_equal_transformers(run_engine: RunEngine, constrai
 
 @pytest.mark.parametrize("broken", ["attention mask", "positions", "catch-up"])
 def test_a_broken_tree_is_noticed(
-    run_engine: RunEngine, constrained: Path, requests: list[Request], plain: Run, monkeypatch: pytest.MonkeyPatch, broken: str
+    run_engine: RunEngine,
+    constrained: Path,
+    requests: list[Request],
+    plain: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
 ) -> None:
     """Negative controls: each piece that trees need, taken away, changes tokens."""
     from vllm_sjd_pac.engine import runner, scheduler
     from vllm_sjd_pac.engine.attention import interface
+
     if broken == "attention mask":
         empty = interface.TreeStep()
         monkeypatch.setattr(runner, "set_tree_step", lambda builders, step: interface.set_tree_step(builders, empty))

@@ -144,6 +144,12 @@ def _options_of(spec_model: str | None, spec_tokens: int | None, config: dict[st
             raise ValueError("--num-speculative-tokens and --speculative-config['num_speculative_tokens'] differ")
         config["num_speculative_tokens"] = spec_tokens
     options = SJDPACConfig.from_mapping(config)
+    if options.acceptance == "rejection":
+        for name in ("memory", "smoothing"):
+            if name in config:
+                raise ValueError(
+                    f"sjd_pac: {name} is an option of acceptance='race' only; leave it out with 'rejection'"
+                )
     TreeChooser(options)  # the tree must fit its node budget
     return options
 

@@ -7,6 +7,7 @@ runner is what the tests run; the GPU runner takes the same path and has not bee
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,22 @@ _MISSING = -1
 def branch_positions(root_position: int, tree: DraftTree) -> list[int]:
     """Position of every node for the network: the root's plus the depth in the tree."""
     return [root_position + depth for depth in tree.depths]
+
+
+def compare_ranks(drafts: list[list[int]]) -> None:
+    """Debugging: all tensor-parallel ranks must hold the same drafts.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    digest = int.from_bytes(hashlib.blake2b(repr(drafts).encode(), digest_size=8).digest(), "little") >> 1
+    gathered = [torch.zeros(1, dtype=torch.long) for _ in range(group.world_size)]
+    torch.distributed.all_gather(gathered, torch.tensor([digest]), group=group.cpu_group)
+    if len({int(value) for value in gathered}) > 1:
+        raise RuntimeError(f"sjd_pac: rank {group.rank_in_group} holds other drafts than its peers")
 
 
 @dataclasses.dataclass
@@ -202,6 +219,9 @@ class JacobiRunnerMixin:
         for state, index, walked, main in zip(states, indices, committed, kept, strict=True):
             columns[index] = [token for token in walked if token >= 0]
             step.report.kept[state.request_id] = main
+            tree = step.trees.get(state.request_id)
+            if tree is not None:
+                step.report.drafted.append((tree.max_depth, len(columns[index]) - 1))
             self._advance_stock_generator(index, len(columns[index]))
 
     def _advance_stock_generator(self: Any, index: int, count: int) -> None:
@@ -314,7 +334,7 @@ class JacobiRunnerMixin:
         for state in self.sjd_requests.values():
             state.tree = ROOT_ONLY
         if step.verdict is not None:
-            trees = self._choose_trees(step.members)
+            trees = self._choose_trees(step.members, scheduler_output.num_spec_tokens_to_schedule + 1)
             tokens = self._draft(step, trees)
             for state, tree, nodes in zip(step.members, trees, tokens, strict=True):
                 if tree.num_nodes == 1:
@@ -327,17 +347,21 @@ class JacobiRunnerMixin:
             for state in step.members:
                 if state.layout is None:
                     self.sjd_sampler.leave(state)  # the segment has ended; a later one starts with a fresh window
+        if self.sjd_options.verify_ranks:
+            compare_ranks(drafts)
         step.report.sampling_seconds += time.perf_counter() - started
         return drafts
 
-    def _choose_trees(self: Any, states: list[RequestState]) -> list[DraftTree]:
+    def _choose_trees(self: Any, states: list[RequestState], nodes: int) -> list[DraftTree]:
         """The next trees; requests for whose branches no scratch blocks are left get the main chain alone."""
         scratch, block_size = self.sjd_scratch_blocks, self.cache_config.block_size
         trees = []
         for state in states:
             # A segment that has ended, or a request that will, keeps its place in the batch with a root-only tree.
-            room = self._room(state, self.input_batch.req_id_to_index[state.request_id]) if state.layout is not None else 0
-            tree = self.sjd_chooser.choose(room)
+            room = (
+                self._room(state, self.input_batch.req_id_to_index[state.request_id]) if state.layout is not None else 0
+            )
+            tree = self.sjd_chooser.choose(room, nodes)
             needed = scratch_per_tree(tree, block_size) * (2 if state.guidance.is_on else 1)
             if needed > scratch:
                 tree, needed = tree.truncate(tree.main_length + 1), 0

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sjd_pac.engine import report as step_report
+from vllm_sjd_pac.engine.adaptive import WindowController
 from vllm_sjd_pac.engine.arguments import options_of
 from vllm_sjd_pac.engine.requests import guidance_of
 from vllm_sjd_pac.engine.twins import TWINS_STATISTIC, TwinBook, make_twin
@@ -38,8 +39,19 @@ class GuidedScheduler(Scheduler):
         self.family = find_family(model.hf_config, model.model)
         self.twins = TwinBook()
         self._refused: list[tuple[int, str, str]] = []
-        # A constant lookup keeps vLLM from padding one-token prefills with placeholder drafts, which no tree describes.
-        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.scheduler_config.max_num_seqs + 2)
+        self.window = WindowController(self.num_spec_tokens) if self._adapts() else None
+        self._scheduled_at = 0.0
+        self._set_window(self.num_spec_tokens)
+
+    def _adapts(self) -> bool:
+        return self.sjd_pac_options.adaptive_window and self.sjd_pac_options.mode != "ar"
+
+    def _set_window(self, drafts: int) -> None:
+        """Drafted nodes per request from now on, through vLLM's own channel for dynamic speculation.
+
+        The lookup also keeps vLLM from padding one-token prefills with placeholder drafts, which no tree describes.
+        """
+        self.dynamic_sd_lookup = [drafts] * (self.scheduler_config.max_num_seqs + 2)
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -94,6 +106,9 @@ class GuidedScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         held = self._hold_back_pairs() if self.twins else []
+        if self.window is not None and self.running:
+            self._set_window(self.window.choose(len(self.running)))
+        self._scheduled_at = time.perf_counter()
         try:
             return super().schedule(*args, **kwargs)
         finally:
@@ -139,6 +154,13 @@ class GuidedScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         report = step_report.read(model_runner_output)
+        if self.window is not None and scheduler_output.total_num_scheduled_tokens:
+            self.window.observe(
+                scheduler_output.total_num_scheduled_tokens,
+                len(scheduler_output.num_scheduled_tokens),
+                time.perf_counter() - self._scheduled_at,
+                report.drafted,
+            )
         before = {
             request_id: self.requests[request_id].num_tokens
             for request_id in scheduler_output.num_scheduled_tokens

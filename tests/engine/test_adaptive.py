@@ -1,0 +1,75 @@
+"""The adaptive window on machines whose cost is known: it must find the window that a table would give."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_sjd_pac.engine.adaptive import WindowController
+
+SURVIVAL = 0.85  # a draft at depth d is accepted with probability SURVIVAL**d
+
+
+def expected_tokens(drafts: int) -> float:
+    return 1 + sum(SURVIVAL**d for d in range(1, drafts + 1))
+
+
+def simulate(
+    controller: WindowController, sequences: int, cost: tuple[float, float, float], steps: int, seed: int
+) -> list[int]:
+    """Windows chosen over `steps` steps of a machine with `cost` seconds per step, token and sequence."""
+    rng = random.Random(seed)
+    chosen = []
+    for _ in range(steps):
+        drafts = controller.choose(sequences)
+        chosen.append(drafts)
+        tokens = sequences * (drafts + 1)
+        seconds = (cost[0] + cost[1] * tokens + cost[2] * sequences) * rng.uniform(0.9, 1.2)
+        accepted = []
+        for _ in range(sequences if drafts else 0):
+            count = 0
+            while count < drafts and rng.random() < SURVIVAL:
+                count += 1
+            accepted.append((drafts, count))
+        controller.observe(tokens, sequences, seconds, accepted)
+    return chosen
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 16, 64])
+@pytest.mark.parametrize(
+    "cost",
+    [(0.02, 1e-5, 1e-4), (0.005, 2e-4, 1e-4), (0.002, 2e-3, 1e-4), (0.001, 5e-5, 5e-3)],
+    ids=["memory-bound", "balanced", "compute-bound", "overhead-bound"],
+)
+def test_throughput_is_close_to_the_best_window(sequences: int, cost: tuple[float, float, float]) -> None:
+    controller = WindowController(63)
+    chosen = simulate(controller, sequences, cost, 400, seed=sequences)[100:]
+
+    def rate(drafts: int) -> float:
+        return expected_tokens(drafts) / (cost[0] + cost[1] * sequences * (drafts + 1) + cost[2] * sequences)
+
+    best = max(rate(drafts) for drafts in controller.ladder)
+    seconds = sum(expected_tokens(d) / rate(d) for d in chosen)
+    achieved = sum(expected_tokens(d) for d in chosen) / seconds
+    assert achieved >= 0.9 * best
+    assert achieved >= 0.97 * rate(0)
+
+
+def test_it_comes_back_when_the_load_goes() -> None:
+    controller = WindowController(63)
+    cost = (0.02, 1e-4, 1e-4)
+    busy = simulate(controller, 128, cost, 300, seed=1)
+    idle = simulate(controller, 1, cost, 300, seed=2)
+    assert sum(busy[-100:]) < 0.7 * sum(idle[-100:])
+    assert max(set(idle[-100:]), key=idle[-100:].count) >= 15
+
+
+def test_cost_is_fitted() -> None:
+    controller = WindowController(63)
+    rng = random.Random(0)
+    for _ in range(300):
+        sequences = rng.randint(1, 20)
+        tokens = sequences * rng.choice([1, 8, 32, 64])
+        controller.observe(tokens, sequences, 0.01 + 3e-5 * tokens + 2e-4 * sequences, [])
+    assert controller.cost == pytest.approx((0.01, 3e-5, 2e-4), rel=0.05)
