@@ -179,7 +179,13 @@ def serve(given: argparse.Namespace) -> int:
     if not any(argument.split("=")[0] in ("--speculative-model", "--spec-model") for argument in given.rest):
         command += ["--speculative-model", "sjd_pac"]
     if bundled:
-        defaults = {"--served-model-name": "emoji", "--dtype": "float32", "--block-size": "32", "--max-num-seqs": "32"}
+        defaults = {
+            "--served-model-name": "emoji",
+            "--dtype": "float32",
+            "--block-size": "32",
+            "--max-num-seqs": "32",
+            "--chat-template": "<bos>{{ messages[-1]['content'] }}<boi>",
+        }
         for flag, value in defaults.items():
             if not any(argument.split("=")[0] == flag for argument in given.rest):
                 command += [flag, value]

@@ -51,6 +51,17 @@ def test_guidance_over_xargs_is_the_guidance_of_the_images_api(client: Any) -> N
     assert tokens != complete(client, 21)
 
 
+def test_chat_returns_the_same_tokens(client: Any) -> None:
+    response = client.chat.completions.create(
+        model="emoji",
+        messages=[{"role": "user", "content": PROMPT}],
+        temperature=1.0,
+        seed=4,
+        extra_body={"return_token_ids": True},
+    )
+    assert response.choices[0].token_ids == complete(client, 4)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{"guidance_scale": 21}, {"guidance_scale": "strong"}, {"guidance_scale": 3, "negative_token_ids": [99_999]}],

@@ -57,3 +57,36 @@ def test_twins_are_a_gauge() -> None:
     assert _value("sjd_pac:twins_running") == 3
     logger.record(None, None)
     assert _value("sjd_pac:twins_running") == 3
+
+
+def test_log_line_speaks_of_tokens_per_forward() -> None:
+    from vllm_sjd_pac.engine.metrics import TreeLogging
+
+    logging = TreeLogging()
+    logging.observe(_stats([(63, 0), (63, 3)]).spec_decoding_stats)
+    logging.observe(_stats([(40, 5)]).spec_decoding_stats)
+    lines: list[str] = []
+    logging.log(lambda text, *values: lines.append(text % values))
+    logging.log(lambda text, *values: lines.append(text % values))
+    assert len(lines) == 1
+    assert lines[0].startswith("SJD-PAC: 3.67 tokens per forward")
+    assert "55.3 drafted nodes" in lines[0]
+
+
+def test_attaching_replaces_vllm_s_log_line_once() -> None:
+    from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
+
+    from vllm_sjd_pac.engine import metrics
+
+    class Plain:
+        spec_decoding_logging = "vLLM's"
+
+    plain = Plain()
+    adapter = PerEngineStatLoggerAdapter.__new__(PerEngineStatLoggerAdapter)
+    adapter.per_engine_stat_loggers = {0: plain}  # type: ignore[dict-item]
+    manager = SimpleNamespace(stat_loggers=[adapter], engine_indexes=[0])
+    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="tree"))
+    for _ in range(2):
+        metrics.attach(SimpleNamespace(logger_manager=manager, vllm_config=config))
+    assert isinstance(plain.spec_decoding_logging, metrics.TreeLogging)
+    assert len(manager.stat_loggers) == 2

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerBase
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
 from vllm_sjd_pac.engine.twins import TWINS_STATISTIC
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger(__name__)
 _TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128)
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _DECODE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -139,10 +144,31 @@ class _EveryEngine(PerEngineStatLoggerAdapter):
     """One `EngineStatLogger` per engine."""
 
 
+class TreeLogging(SpecDecodingLogging):
+    """vLLM's periodic log line, for draft trees: their siblings exclude each other, so no acceptance rate is given."""
+
+    def log(self, log_fn: Callable[..., Any] = logger.info) -> None:
+        verifications = sum(self.num_drafts)
+        if verifications:
+            seconds = max(time.monotonic() - self.last_log_time, 1e-6)
+            tokens = verifications + sum(self.num_accepted_tokens)
+            log_fn(
+                "SJD-PAC: %.2f tokens per forward (%.1f tokens/s), %.1f drafted nodes per request and step",
+                tokens / verifications,
+                tokens / seconds,
+                sum(self.num_draft_tokens) / verifications,
+            )
+        self.reset()
+
+
 def attach(engine_client: Any) -> None:
     """Feed the metrics from the engine's statistics; without these (``--disable-log-stats``) only pictures count."""
     serving()
     manager = getattr(engine_client, "logger_manager", None)
     if manager is None or any(isinstance(logger, _EveryEngine) for logger in manager.stat_loggers):
         return
+    for stat_logger in manager.stat_loggers:
+        for one in getattr(stat_logger, "per_engine_stat_loggers", {0: stat_logger}).values():
+            if hasattr(one, "spec_decoding_logging"):
+                one.spec_decoding_logging = TreeLogging()
     manager.stat_loggers.append(_EveryEngine(engine_client.vllm_config, manager.engine_indexes, EngineStatLogger))
