@@ -65,7 +65,8 @@ class ImageGenerator:
         from vllm_sjd_pac.models.emoji import checkpoint_path
         from vllm_sjd_pac.models.family import find_family
 
-        chosen = {"model": METHOD, **(options or {})}
+        # One picture at a time has no load to adapt to; a fixed window makes forward passes reproducible, too.
+        chosen = {"model": METHOD, "adaptive_window": False, **(options or {})}
         if not speculation:
             chosen["mode"] = "ar"
         arguments: dict[str, Any] = {"seed": 0, "disable_log_stats": True, "max_num_seqs": 16}
@@ -158,7 +159,7 @@ class ImageGenerator:
     def _picture(self, prompt: str, seed: int, encoded: Any, output: Any) -> GeneratedImage:
         from PIL import Image
 
-        completion = output.outputs[0]
+        completion: Any = output.outputs[0]
         if completion.finish_reason == "error":
             raise RuntimeError(f"the engine refused the request: {completion.stop_reason}")
         tokens = list(completion.token_ids)

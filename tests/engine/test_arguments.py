@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,41 +48,18 @@ def test_the_flag_alone() -> None:
 
 
 def test_every_option_has_a_flag() -> None:
-    flags = [
-        "--sjd-pac-acceptance",
-        "rejection",
-        "--sjd-pac-mode",
-        "pd",
-        "--sjd-pac-tree",
-        "full:3.3",
-        "--sjd-pac-window",
-        "20",
-        "--sjd-pac-proposal",
-        "uniform",
-        "--no-sjd-pac-memory",
-        "--sjd-pac-smoothing",
-        "0.5",
-        "--no-sjd-pac-adaptive-window",
-        "--sjd-pac-attention",
-        "virtual",
-        "--sjd-pac-verify-ranks",
-        "--num-speculative-tokens",
-        "40",
-    ]
-    given = options_after(parse("--speculative-model", "sjd_pac", *flags))
+    common = [
+        "--speculative-model", "sjd_pac", "--sjd-pac-tree", "full:3.3", "--sjd-pac-window", "20", "--sjd-pac-proposal", "uniform",
+        "--no-sjd-pac-adaptive-window", "--sjd-pac-attention", "virtual", "--sjd-pac-verify-ranks",
+        "--num-speculative-tokens", "40",
+    ]  # fmt: skip
     wanted = SJDPACConfig(
-        acceptance="rejection",
-        mode="pd",
-        tree="full:3.3",
-        num_speculative_tokens=40,
-        window=20,
-        memory=False,
-        smoothing=0.5,
-        adaptive_window=False,
-        attention="virtual",
-        verify_ranks=True,
+        tree="full:3.3", num_speculative_tokens=40, window=20, adaptive_window=False, attention="virtual", verify_ranks=True
     )
-    assert given == wanted
+    rejection = parse(*common, "--sjd-pac-acceptance", "rejection", "--sjd-pac-mode", "pd")
+    assert options_after(rejection) == dataclasses.replace(wanted, acceptance="rejection", mode="pd")
+    race = parse(*common, "--sjd-pac-acceptance", "race", "--no-sjd-pac-memory", "--sjd-pac-smoothing", "0.5")
+    assert options_after(race) == dataclasses.replace(wanted, memory=False, smoothing=0.5)
     json_form = parse("--speculative-config", '{"model": "sjd_pac", "tree": "full:3.3", "num-speculative-tokens": 40}')
     assert options_after(json_form) == SJDPACConfig(tree="full:3.3", num_speculative_tokens=40)
 
@@ -98,6 +76,10 @@ def test_every_option_has_a_flag() -> None:
         (["--speculative-model", "sjd_pac", "--num-speculative-tokens", "0"], "1 to 512"),
         (["--speculative-model", "sjd_pac", "--sjd-pac-window", "64"], "1 to num_speculative_tokens"),
         (["--speculative-model", "sjd_pac", "--sjd-pac-tree", "full:4.4"], "at least 85 nodes"),
+        (
+            ["--speculative-model", "sjd_pac", "--sjd-pac-acceptance", "rejection", "--sjd-pac-smoothing", "0.5"],
+            "'race' only",
+        ),
         (["--sjd-pac-mode", "ac"], "needs --speculative-model sjd_pac"),
         (["--speculative-config", '{"model": "sjd_pac", "acceptence": "race"}'], "did you mean 'acceptance'"),
         (["--speculative-config", '{"model": "sjd_pac", "memory": "yes"}'], "true or false"),
