@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
-from vllm_sjd_pac.serving import streaming
+from vllm_sjd_pac.serving import answers, streaming
 from vllm_sjd_pac.serving.errors import APIError, engine_error
 from vllm_sjd_pac.serving.images import ImageService, Job
 from vllm_sjd_pac.serving.protocol import parse
@@ -86,8 +86,8 @@ async def _respond(service: ImageService, job: Job) -> Response:
             "output_format": job.request.format,
             "quality": "high",
             "size": f"{width}x{height}",
-            "usage": service.usage(job, pictures),
-            "sjd_pac": service.statistics(job, pictures),
+            "usage": answers.usage(job, pictures),
+            "sjd_pac": answers.statistics(job, pictures),
         }
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_sjd_pac.serving import answers
 from vllm_sjd_pac.serving.errors import engine_error
 from vllm_sjd_pac.serving.images import ImageService, Job, Progress
 
@@ -102,8 +103,8 @@ async def _completed(service: ImageService, job: Job, progress: Progress) -> str
         "b64_json": await service.encode(job, progress.tokens),
         **_common(job),
         "revised_prompt": job.caption,
-        "usage": service.usage(job, [progress]),
-        "sjd_pac": {"index": progress.index, **service.statistics(job, [progress])},
+        "usage": answers.usage(job, [progress]),
+        "sjd_pac": {"index": progress.index, **answers.statistics(job, [progress])},
     }
     return _event("image_generation.completed", content)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, JSONResponse
 
+from vllm_sjd_pac.serving import answers
+
 _FOLDER = Path(__file__).parent
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'",
@@ -28,7 +30,8 @@ router = APIRouter(include_in_schema=False)
 @router.get("/sjd-pac/about.json")
 async def about(request: Request) -> JSONResponse:
     """Sizes, sampling defaults and known words of the model."""
-    return JSONResponse(request.app.state.sjd_pac_images.about())
+    service = request.app.state.sjd_pac_images
+    return JSONResponse(answers.about(service.family, service.model_names))
 
 
 def _add(path: str, name: str, kind: str) -> None:
