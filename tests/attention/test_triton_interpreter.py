@@ -26,7 +26,7 @@ def test_cases_under_the_interpreter(cases, at_least):
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR"},
-        cwd=HERE.parents[1], capture_output=True, text=True, timeout=600,
+        cwd=HERE.parents[1], capture_output=True, text=True, timeout=850,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     passed = re.search(r"(\d+) passed", result.stdout)
