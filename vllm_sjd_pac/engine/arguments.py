@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_sjd_pac.config import METHOD, SJDPACConfig
 from vllm_sjd_pac.engine import compat
+from vllm_sjd_pac.engine.attention.selection import Platform, choose_tree_backend
 from vllm_sjd_pac.engine.trees import TreeChooser
 
 _PREFIX = "sjd_pac_"
@@ -224,6 +225,9 @@ def check_engine_config(config: Any) -> None:
 
     model = config.model_config
     find_family(model.hf_config, model.model)
+    options, device = options_of(config), config.device_config.device_type
+    if options.attention not in ("auto", "virtual"):
+        choose_tree_backend(options.attention, model.dtype, Platform.here(device))
     if config.scheduler_config.async_scheduling:
         raise ValueError("sjd_pac: asynchronous scheduling is on although the method excludes it")
     if model.use_fp64_gumbel:

@@ -195,6 +195,22 @@ def register_attention(backend: str, path: str) -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
+def use_custom_attention(config: Any) -> None:
+    """Choose the CUSTOM attention slot.
+
+    Raises:
+        ValueError: the user chose another back end, which cannot mask draft trees.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    chosen = config.attention_config.backend
+    if chosen not in (None, AttentionBackendEnum.CUSTOM):
+        raise ValueError(
+            f"sjd_pac: --attention-backend {chosen.name} cannot mask draft trees; leave it out, or use --sjd-pac-tree chain"
+        )
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+
+
 def grow_kv_cache(kv_cache_config: Any, extra_blocks: int) -> Any:
     """A copy of a ``KVCacheConfig`` with `extra_blocks` more blocks, unknown to the scheduler, behind the others.
 

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_sjd_pac.engine import compat
 from vllm_sjd_pac.engine.arguments import options_of
+from vllm_sjd_pac.engine.attention.selection import Platform, choose_tree_backend
 from vllm_sjd_pac.engine.attention.virtual import scratch_per_tree
 from vllm_sjd_pac.engine.runner import JacobiRunnerMixin
 from vllm_sjd_pac.engine.trees import TreeChooser
@@ -80,4 +81,15 @@ class CPUSpecDecodeWorker(SpecDecodeWorkerMixin, CPUWorker):
 
 
 class GPUSpecDecodeWorker(SpecDecodeWorkerMixin, Worker):
-    """The worker on GPUs; chains only until the GPU attention of draft trees is wired in."""
+    """The worker on GPUs; never run on one so far."""
+
+    def _register_attention(self) -> None:
+        config = self.vllm_config
+        options = options_of(config)
+        if TreeChooser(options).largest.branch_height == 0:
+            return  # chains need no masks: the stock back end stays
+        platform = Platform.here("cuda")
+        path = choose_tree_backend(options.attention, config.model_config.dtype, platform)
+        virtual = "FlashVirtualBackend" if platform.has_flash_attention else "TritonVirtualBackend"
+        compat.register_attention("CUSTOM", path or f"vllm_sjd_pac.engine.attention.gpu.{virtual}")
+        compat.use_custom_attention(config)
