@@ -10,16 +10,10 @@ from typing import Any
 import family_harness as harness
 import pytest
 import torch
-from tiny_chameleon import random_vqgan, vocabulary_map, write_anole, write_lumina
+from tiny_chameleon import random_vqgan, reference_logits, vocabulary_map, write_anole, write_lumina
 
 from vllm_sjd_pac.models.chameleon import tokens as ids
 from vllm_sjd_pac.models.chameleon.family import AnoleFamily, LuminaMGPTFamily, chameleon_family
-
-
-@torch.no_grad()
-def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
-    """Unmasked logits: `forward` of transformers hides image tokens, which these models draw."""
-    return reference.lm_head(reference.model(torch.tensor([tokens])).last_hidden_state[0])
 
 
 @pytest.fixture(scope="module", params=[write_lumina, write_anole], ids=["lumina_mgpt", "anole"])

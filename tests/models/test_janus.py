@@ -9,7 +9,7 @@ from typing import Any
 import family_harness as harness
 import pytest
 import torch
-from tiny_janus import CODES, GRID, NAMES, TEXT, write_reference
+from tiny_janus import CODES, GRID, NAMES, TEXT, reference_logits, write_reference
 
 from vllm_sjd_pac.models.janus.family import BEGIN_OF_IMAGE, PAD, JanusFamily
 from vllm_sjd_pac.models.janus.vocabulary import merge_vocabularies
@@ -31,18 +31,6 @@ def family_of(folder: Path) -> JanusFamily:
     from transformers import AutoConfig
 
     return JanusFamily(AutoConfig.from_pretrained(folder), str(folder))
-
-
-@torch.no_grad()
-def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
-    """The published recipe: text embeddings for words, aligned image embeddings for codes, the generation head."""
-    ids = torch.tensor([tokens])
-    text = reference.get_input_embeddings()(ids.clamp(max=TEXT - 1))
-    image = reference.prepare_embeddings_for_image_generation((ids - TEXT).clamp(min=0))
-    embeddings = torch.where((ids < TEXT)[..., None], text, image)
-    return reference.model.generation_head(reference.model.language_model(inputs_embeds=embeddings).last_hidden_state)[
-        0
-    ]
 
 
 def test_logits_equal_transformers(model: tuple[Path, Any], engine: Any) -> None:

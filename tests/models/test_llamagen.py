@@ -15,11 +15,8 @@ from tiny_llamagen import (
     CLASSES,
     CODES,
     GRID,
-    HEAD_SIZE,
-    HEADS,
-    HIDDEN,
-    LAYERS,
     Tensors,
+    plain_logits,
     random_checkpoint,
     random_tokenizer,
     write_checkpoint,
@@ -27,47 +24,6 @@ from tiny_llamagen import (
 
 from vllm_sjd_pac.models.llamagen.convert import convert_tensors
 from vllm_sjd_pac.models.llamagen.family import LlamaGenFamily
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-
-
-def rotations() -> torch.Tensor:
-    """Complex rotation of every position, [1 + GRID², HEAD_SIZE / 2]: zero for the class, then by row and column."""
-    frequencies = [10000.0 ** (-2 * k / (HEAD_SIZE // 2)) for k in range(HEAD_SIZE // 4)]
-    table = [[0j] * (HEAD_SIZE // 2)]
-    for row in range(GRID):
-        for column in range(GRID):
-            angles = [row * f for f in frequencies] + [column * f for f in frequencies]
-            table.append([complex(torch.tensor(a).cos(), torch.tensor(a).sin()) for a in angles])
-    return torch.tensor(table, dtype=torch.complex64)
-
-
-def rotate(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """[T, heads, HEAD_SIZE]: neighbouring features are one complex number."""
-    return torch.view_as_real(torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous()) * turn[:, None]).flatten(
-        -2
-    )
-
-
-def plain_logits(t: Tensors, label: int, codes: list[int]) -> torch.Tensor:
-    """LlamaGen's forward for one class and a sequence of codes: [1 + len(codes), CODES]."""
-    x = torch.cat([t["cls_embedding.embedding_table.weight"][[label]], t["tok_embeddings.weight"][codes]])
-    length = len(x)
-    turn = rotations()[:length]
-    hidden_later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    for layer in range(LAYERS):
-        w = {name.removeprefix(f"layers.{layer}."): v for name, v in t.items() if name.startswith(f"layers.{layer}.")}
-        qkv = norm(x, w["attention_norm.weight"]) @ w["attention.wqkv.weight"].T
-        q, k, v = (part.view(length, HEADS, HEAD_SIZE) for part in qkv.split(HIDDEN, dim=-1))
-        scores = torch.einsum("qhd,khd->hqk", rotate(q, turn), rotate(k, turn)) / HEAD_SIZE**0.5
-        weights = scores.masked_fill(hidden_later, -torch.inf).softmax(-1)
-        x = x + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ w["attention.wo.weight"].T
-        y = norm(x, w["ffn_norm.weight"])
-        gate = F.silu(y @ w["feed_forward.w1.weight"].T) * (y @ w["feed_forward.w3.weight"].T)
-        x = x + gate @ w["feed_forward.w2.weight"].T
-    return norm(x, t["norm.weight"]) @ t["output.weight"].T
 
 
 def plain_pixels(t: Tensors, codes: torch.Tensor) -> torch.Tensor:
@@ -102,12 +58,12 @@ def plain_pixels(t: Tensors, codes: torch.Tensor) -> torch.Tensor:
     book = book / book.pow(2).sum(-1, keepdim=True).sqrt()
     x = conv(conv(book[codes].movedim(-1, 1), "post_quant_conv"), "decoder.conv_in")
     x = residual(attention(residual(x, "decoder.mid.0"), "decoder.mid.1"), "decoder.mid.2")
-    for stage in range(3):
+    for stage in range(5):
         for block in range(2):
             x = residual(x, f"decoder.conv_blocks.{stage}.res.{block}")
             if f"decoder.conv_blocks.{stage}.attn.{block}.norm.weight" in t:
                 x = attention(x, f"decoder.conv_blocks.{stage}.attn.{block}")
-        if stage < 2:
+        if stage < 4:
             x = conv(x.repeat_interleave(2, -1).repeat_interleave(2, -2), f"decoder.conv_blocks.{stage}.upsample.conv")
     return conv(swish(group(x, "decoder.norm_out")), "decoder.conv_out")
 
@@ -151,7 +107,7 @@ def test_pixels_equal_a_plain_forward(model: Path) -> None:
     assert (decoder(codes) - pixels).abs().max() <= 1e-4
     expected = (((pixels + 1) / 2).clamp(0, 1) * 255 + 0.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     assert (decoder.decode(codes).int() - expected.int()).abs().max() <= 1
-    assert decoder.decode(codes).shape == (2, 12, 20, 3)
+    assert decoder.decode(codes).shape == (2, 48, 80, 3)
     assert expected.float().std() > 5
 
 

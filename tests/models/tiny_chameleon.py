@@ -134,3 +134,9 @@ def random_vqgan(seed: int = 7) -> dict[str, torch.Tensor]:
     add("encoder.conv_in", 32, 3, 3, 3)
     tensors["quantize.embedding.weight"] = torch.randn(ids.IMAGE_COUNT, 24, generator=generator)
     return tensors
+
+
+@torch.no_grad()
+def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
+    """Unmasked logits: `forward` of transformers hides image tokens, which these models draw."""
+    return reference.lm_head(reference.model(torch.tensor([tokens])).last_hidden_state[0])

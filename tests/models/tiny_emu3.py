@@ -45,3 +45,8 @@ def write_reference(folder: Path) -> Any:
     harness.update_config(folder, image_area=64)
     harness.write_tokenizer(folder, names, unknown="<|endoftext|>")
     return reference
+
+
+@torch.no_grad()
+def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
+    return reference(torch.tensor([tokens])).logits[0]

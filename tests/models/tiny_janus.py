@@ -43,3 +43,15 @@ def write_reference(folder: Path) -> Any:
     reference.save_pretrained(folder)
     harness.write_tokenizer(folder, NAMES, unknown="<unk>", special=(PAD, BEGIN_OF_IMAGE))
     return reference
+
+
+@torch.no_grad()
+def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
+    """The published recipe: text embeddings for words, aligned image embeddings for codes, the generation head."""
+    ids = torch.tensor([tokens])
+    text = reference.get_input_embeddings()(ids.clamp(max=TEXT - 1))
+    image = reference.prepare_embeddings_for_image_generation((ids - TEXT).clamp(min=0))
+    embeddings = torch.where((ids < TEXT)[..., None], text, image)
+    return reference.model.generation_head(reference.model.language_model(inputs_embeds=embeddings).last_hidden_state)[
+        0
+    ]

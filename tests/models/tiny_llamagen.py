@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from vllm_sjd_pac.models.llamagen.convert import convert
 
@@ -39,7 +40,7 @@ def random_checkpoint(seed: int = 5) -> Tensors:
 
 
 def random_tokenizer(seed: int = 6) -> Tensors:
-    """A small image tokenizer in LlamaGen's names: stages of 64, 32 and 32 channels, stubs of the encoder."""
+    """A small image tokenizer in LlamaGen's names: five stages as VQ-16, stubs of the encoder."""
     generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
 
@@ -68,13 +69,13 @@ def random_tokenizer(seed: int = 6) -> Tensors:
     attention("decoder.mid.1", 64)
     residual("decoder.mid.2", 64, 64)
     entering = 64
-    for stage, leaving in enumerate((64, 32, 32)):
+    for stage, leaving in enumerate((64, 32, 32, 32, 32)):
         for block in range(2):
             residual(f"decoder.conv_blocks.{stage}.res.{block}", entering, leaving)
             entering = leaving
             if stage == 0:
                 attention(f"decoder.conv_blocks.{stage}.attn.{block}", leaving)
-        if stage < 2:
+        if stage < 4:
             add(f"decoder.conv_blocks.{stage}.upsample.conv", leaving, leaving, 3, 3)
     add("decoder.norm_out", 32)
     add("decoder.conv_out", 3, 32, 3, 3)
@@ -93,3 +94,44 @@ def write_checkpoint(folder: Path) -> None:
     torch.save({"model": random_checkpoint() | {"freqs_cis": torch.zeros(1)}, "steps": 1}, files / "c2i.pt")
     torch.save({"model": random_tokenizer()}, files / "vq.pt")
     convert(files / "c2i.pt", folder, image_size=GRID * 16, vq=files / "vq.pt", head_size=HEAD_SIZE)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def rotations() -> torch.Tensor:
+    """Complex rotation of every position, [1 + GRID², HEAD_SIZE / 2]: zero for the class, then by row and column."""
+    frequencies = [10000.0 ** (-2 * k / (HEAD_SIZE // 2)) for k in range(HEAD_SIZE // 4)]
+    table = [[0j] * (HEAD_SIZE // 2)]
+    for row in range(GRID):
+        for column in range(GRID):
+            angles = [row * f for f in frequencies] + [column * f for f in frequencies]
+            table.append([complex(torch.tensor(a).cos(), torch.tensor(a).sin()) for a in angles])
+    return torch.tensor(table, dtype=torch.complex64)
+
+
+def rotate(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """[T, heads, HEAD_SIZE]: neighbouring features are one complex number."""
+    return torch.view_as_real(torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous()) * turn[:, None]).flatten(
+        -2
+    )
+
+
+def plain_logits(t: Tensors, label: int, codes: list[int]) -> torch.Tensor:
+    """LlamaGen's forward for one class and a sequence of codes: [1 + len(codes), CODES]."""
+    x = torch.cat([t["cls_embedding.embedding_table.weight"][[label]], t["tok_embeddings.weight"][codes]])
+    length = len(x)
+    turn = rotations()[:length]
+    hidden_later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for layer in range(LAYERS):
+        w = {name.removeprefix(f"layers.{layer}."): v for name, v in t.items() if name.startswith(f"layers.{layer}.")}
+        qkv = norm(x, w["attention_norm.weight"]) @ w["attention.wqkv.weight"].T
+        q, k, v = (part.view(length, HEADS, HEAD_SIZE) for part in qkv.split(HIDDEN, dim=-1))
+        scores = torch.einsum("qhd,khd->hqk", rotate(q, turn), rotate(k, turn)) / HEAD_SIZE**0.5
+        weights = scores.masked_fill(hidden_later, -torch.inf).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ w["attention.wo.weight"].T
+        y = norm(x, w["ffn_norm.weight"])
+        gate = F.silu(y @ w["feed_forward.w1.weight"].T) * (y @ w["feed_forward.w3.weight"].T)
+        x = x + gate @ w["feed_forward.w2.weight"].T
+    return norm(x, t["norm.weight"]) @ t["output.weight"].T
