@@ -107,6 +107,7 @@ def test_lumina_writes_height_before_width() -> None:
         ("x/Lumina-mGPT-7B-768-Omni", 4096, 768),
         ("x/Lumina-mGPT-7B-1024", 10240, 1024),
         ("x/Lumina-mGPT-7B-512", 4096, 512),
+        ("cache/models--Alpha-VLLM--Lumina-mGPT-7B-1024/snapshots/f00d", 4096, 1024),
         ("renamed", 10240, 1024),
         ("renamed", 4096, 768),
     ],

@@ -35,10 +35,7 @@ GUIDANCE = 3.0
 
 def draw(folder: Path, case: Case, *, speculation: bool) -> tuple[list[Any], Any]:
     """Pictures of two seeds and one without guidance, and the engine's family."""
-    from vllm_sjd_pac.models.registry import register_models
     from vllm_sjd_pac.offline import ImageGenerator
-
-    register_models()
 
     options = {"num_speculative_tokens": 12, "tree": "comb:2.1"}
     length = None if case.write is tiny_llamagen.write_checkpoint else 96

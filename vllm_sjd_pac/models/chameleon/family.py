@@ -69,7 +69,9 @@ class LuminaMGPTFamily(ChameleonFamily):
         given = getattr(self.hf_config, "target_size", None)
         if given:
             return int(given)
-        named = re.search(r"(?<!\d)(512|768|1024)(?!\d)", self.model_path.rstrip("/").rsplit("/", 1)[-1])
+        side = r"(?<!\d)(512|768|1024)(?!\d)"
+        named = re.search(f"lumina[^/]*?{side}", self.model_path, re.IGNORECASE)
+        named = named or re.search(side, self.model_path.rstrip("/").rsplit("/", 1)[-1])
         if named:
             return int(named[1])
         return 1024 if getattr(self.hf_config, "max_position_embeddings", 0) > 4400 else 768
