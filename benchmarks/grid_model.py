@@ -26,15 +26,15 @@ REACH = 6  # how many tokens to the left speak
 class GridShape:
     """How strongly the neighbours and the class speak, and how sharp the laws are."""
 
-    left: float = 0.6
-    fading: float = 0.8
-    up: float = 0.4
+    left: float = 0.8
+    fading: float = 0.68
+    up: float = 0.39
     up_left: float = 0.05
-    up_right: float = 0.1
-    group: float = 0.6
-    roughness: float = 0.9
-    sharpness: float = 1.6
-    dim: int = 24
+    up_right: float = 0.12
+    group: float = 0.45
+    roughness: float = 0.65
+    sharpness: float = 1.85
+    dim: int = 48
 
 
 class GridModel:

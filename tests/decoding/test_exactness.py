@@ -47,9 +47,7 @@ class CountingRule(RejectionRule):
             ((verdict.kept == trees.main_length) & (trees.main_length > 0)).sum()
         )
         self.events["stopped at the root"] += int(((verdict.counts == 1) & (trees.main_length > 0)).sum())
-        self.events["row of the accepted branch"] += int(
-            ((verdict.line > trees.main_length.unsqueeze(1)).any(1)).sum()
-        )
+        self.events["row of the accepted branch"] += int(((verdict.line > trees.main_length.unsqueeze(1)).any(1)).sum())
         return verdict
 
     def _continue(self, plan, state, verdict, drafts, uniforms):

@@ -27,7 +27,7 @@ class LongestRun(RejectionRule):
 
     def verify(self, trees, tokens, rows, state):
         verdict = super().verify(trees, tokens, rows, self.copy(state))
-        batch, nodes, vocab = rows.shape
+        batch, nodes = tokens.shape
         each, here = torch.arange(batch), torch.arange(nodes).expand(batch, nodes)
         p = rows.softmax(-1)
         q = state.flat("estimates")[state.ring_grid(trees.max_main + 1)]
@@ -71,9 +71,7 @@ class ResidualSiblings(RejectionRule):
         right = super()._sibling_laws(plan, state, place)
         if not plan.refined:
             return right
-        # Where the residual leaves no candidate besides the draft, the right law is used.
-        wrong = self.wrong[place]
-        return torch.where((place < plan.refined).unsqueeze(1), wrong, right)
+        return torch.where((place < plan.refined).unsqueeze(1), self.wrong[place], right)
 
 
 class ResidualOfTheLastSibling(RejectionRule):
@@ -85,7 +83,7 @@ class ResidualOfTheLastSibling(RejectionRule):
         few = dataclasses.replace(trees, ranks=torch.where(trees.ranks < self.tried, trees.ranks, trees.width))
         chosen, _ = super()._choose(few, tokens, valid, p, q_rows, ring, uniforms, node, min(width, self.tried))
         all_rejected = uniforms.clone()
-        all_rejected[:, :, 1:-1] = 2.0  # no candidate passes
+        all_rejected[:, 1:] = 2.0  # no candidate passes
         _, drawn = super()._choose(trees, tokens, valid, p, q_rows, ring, all_rejected, node, width)
         return chosen, drawn
 
@@ -100,16 +98,16 @@ class RepeatingSiblings(RejectionRule):
     def _choose(self, trees, tokens, valid, p, q_rows, ring, uniforms, node, width):
         each = torch.arange(node.shape[0])
         depth = trees.depths[each, node]
-        q, u, chosen = q_rows[ring[each, depth]], uniforms[each, depth], torch.full_like(node, -1)
+        q, u, chosen = q_rows[ring[each, depth]], uniforms[each, :, depth], torch.full_like(node, -1)
         for k in range(width):
             mine = (trees.parents == node.unsqueeze(1)) & valid & (trees.ranks == k)
             child, exists = mine.long().argmax(1), mine.any(1) & (chosen < 0)
             candidate = tokens[each, child].clamp(min=0).unsqueeze(1)
-            passed = exists & (u[:, k] * q.gather(1, candidate)[:, 0] < p.gather(1, candidate)[:, 0]) & (k > 0)
+            passed = exists & (u[:, k + 1] * q.gather(1, candidate)[:, 0] < p.gather(1, candidate)[:, 0]) & (k > 0)
             chosen = torch.where(passed, child, chosen)
             rejected = (exists & ~passed).unsqueeze(1)
             p, q = torch.where(rejected, residual(p, q), p), torch.where(rejected, without(q, candidate), q)
-        return chosen, draw(p, u[:, -1])
+        return chosen, draw(p, u[:, 0])
 
 
 class LastRowIgnored(RejectionRule):
@@ -129,9 +127,9 @@ class LastRowIgnored(RejectionRule):
     [
         (LongestRun, FLAT, DraftTree.comb(8, (2,))),
         (LongestRun, FORCED, DraftTree.full(8, 2, 2)),
-        (ResidualSiblings, FORCED, DraftTree.comb(8, (2,))),
+        (ResidualSiblings, ZEROS, DraftTree.comb(8, (1,))),
         (ResidualSiblings, SHARP, DraftTree.full(13, 2, 3)),
-        (ResidualOfTheLastSibling, FORCED, DraftTree.comb(9, (3,))),
+        (ResidualOfTheLastSibling, ZEROS, DraftTree.comb(9, (3,))),
         (ResidualOfTheLastSibling, ZEROS, DraftTree.full(11, 4, 2)),
         (RepeatingSiblings, FORCED, DraftTree.comb(9, (3,))),
         (LastRowIgnored, FLAT, DraftTree.chain(3)),

@@ -38,7 +38,7 @@ class Randomness(Protocol):
         """float64 [B, count] in [0, 1) for keys long [B], positions long [B] (one a step) and a stream number.
 
         Numbers of different (key, position, stream) must be independent; a request never asks twice for the
-        same triple, except when a step is thrown away and done again.
+        same triple, except when a step is thrown away and done again. The first numbers do not depend on ``count``.
         """
         ...
 

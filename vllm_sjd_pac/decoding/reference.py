@@ -97,7 +97,7 @@ def reference_decode(
                 break
             node = accepted
         result.accepted.append(len(out) - start)
-        prefix, root = prefix + [root] + out[start:-1], out[-1]
+        prefix, root = [*prefix, root, *out[start:-1]], out[-1]
 
         # Continue: later drafts are coupled to their fresh rows and mostly kept; q_j := p_j.
         line: int | None = node

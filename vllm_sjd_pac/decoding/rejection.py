@@ -61,13 +61,12 @@ class RejectionRule(AcceptanceRule):
     def verify(self, trees: TreeBatch, tokens: Tensor, rows: Tensor, state: WindowState) -> Verdict:
         check_rows(trees, tokens, rows, state, values=False)
         batch, nodes, vocab = rows.shape
-        depth, width = trees.max_main, trees.width
+        depth = trees.max_main
         each = torch.arange(batch, device=tokens.device)
         # Candidates without a law (window longer than the state's) cannot be tested: such nodes do not exist.
         valid = trees.valid & (trees.depths <= state.length.unsqueeze(1))
         laws = rows.softmax(-1)
-        uniforms = self.randomness.uniform(state.keys, state.position, _VERIFY, (depth + 1) * (width + 1))
-        uniforms = uniforms.view(batch, depth + 1, width + 1)
+        uniforms = self._uniforms(state, _VERIFY, trees.width + 1)  # the last draw, then one test per rank
         q_rows, ring = state.flat("estimates"), state.ring_grid(depth + 1)
 
         # First candidates everywhere at once: does node v follow its parent?
@@ -75,7 +74,7 @@ class RejectionRule(AcceptanceRule):
         at = (trees.depths - 1).clamp(min=0)
         p_x = laws.flatten().take((each.unsqueeze(1) * nodes + trees.parents.clamp(min=0)) * vocab + column)
         q_x = q_rows.flatten().take(ring.gather(1, at) * vocab + column)
-        u_x = uniforms[:, :, 0].gather(1, at)
+        u_x = uniforms[:, 1].gather(1, at)
         follows = (u_x * q_x < p_x) & valid
         first = trees.first_children
         child = first.clamp(min=0)
@@ -128,14 +127,14 @@ class RejectionRule(AcceptanceRule):
         children = children.scatter_(1, torch.where(mine, trees.ranks, width).clamp_(max=width), here)[:, :width]
         candidates = torch.where(children >= 0, tokens.gather(1, children.clamp(min=0)), 0)
         q = q_rows[ring[each, depth]]
-        u = uniforms[each, depth]
+        u = uniforms[each, :, depth]
         chosen = torch.full_like(node, -1)
         for k in range(width if self.candidates == "recursive" else 1):
             candidate = candidates[:, k : k + 1]
             q_x, p_x = q.gather(1, candidate).squeeze(1), p.gather(1, candidate).squeeze(1)
             tested = (children[:, k] >= 0) & (chosen < 0) & (q_x > 0)  # q(x) = 0: fewer candidates exist than planned
             if k:
-                accepted = tested & (u[:, k] * q_x < p_x)
+                accepted = tested & (u[:, k + 1] * q_x < p_x)
                 chosen = torch.where(accepted, children[:, k], chosen)
                 tested = tested & ~accepted
             if _nobody(tested):
@@ -143,11 +142,16 @@ class RejectionRule(AcceptanceRule):
             tested = tested.unsqueeze(1)
             p = torch.where(tested, residual(p, q), p)
             q = torch.where(tested, without(q, candidate), q)
-        drawn = draw(p, u[:, -1])
+        drawn = draw(p, u[:, 0])
         if self.candidates == "residual" and width > 1:
             equal = (candidates[:, 1:] == drawn.unsqueeze(1)) & (children[:, 1:] >= 0)
             chosen = torch.where(equal.any(1), children[each, 1 + equal.long().argmax(1)], chosen)
         return chosen, drawn
+
+    def _uniforms(self, state: WindowState, stream: int, kinds: int) -> Tensor:
+        """float64 [B, kinds, R]: a number of each kind for each depth, the same whatever the rest of the batch is."""
+        ring = state.pool.ring
+        return self.randomness.uniform(state.keys, state.position, stream, kinds * ring).view(-1, kinds, ring)
 
     # -- draft ----------------------------------------------------------------------------------------------
 
@@ -158,8 +162,7 @@ class RejectionRule(AcceptanceRule):
         plan = plan_window(trees, state, verdict)
         if not plan.total:
             return node_tokens(trees, root, plan, plan.offsets, None)
-        uniforms = self.randomness.uniform(state.keys, state.position, _CONTINUE, 2 * trees.max_main)
-        uniforms = uniforms.view(trees.batch_size, -1, 2)[plan.rows, plan.offsets]
+        uniforms = self._uniforms(state, _CONTINUE, 2)[plan.rows, :, plan.offsets]
         drafts = state.flat("drafts").index_select(0, plan.ring).squeeze(1)
         if verdict is not None and plan.continued:
             self._continue(plan, state, verdict, drafts, uniforms)
