@@ -101,6 +101,8 @@ def generate(given: argparse.Namespace) -> int:
         if getattr(given, name) is not None
     }
     SJDPACConfig(**options)
+    if given.guidance is not None and not 0 <= given.guidance <= 20:
+        raise ValueError(f"--guidance {given.guidance:g} is not allowed; allowed: 0 to 20 (1 is off)")
     if not given.prompt.strip():
         raise ValueError("prompt is empty; describe the picture in a few words")
     if given.output.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):

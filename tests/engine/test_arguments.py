@@ -54,7 +54,12 @@ def test_every_option_has_a_flag() -> None:
         "--num-speculative-tokens", "40",
     ]  # fmt: skip
     wanted = SJDPACConfig(
-        tree="full:3.3", num_speculative_tokens=40, window=20, adaptive_window=False, attention="virtual", verify_ranks=True
+        tree="full:3.3",
+        num_speculative_tokens=40,
+        window=20,
+        adaptive_window=False,
+        attention="virtual",
+        verify_ranks=True,
     )
     rejection = parse(*common, "--sjd-pac-acceptance", "rejection", "--sjd-pac-mode", "pd")
     assert options_after(rejection) == dataclasses.replace(wanted, acceptance="rejection", mode="pd")
