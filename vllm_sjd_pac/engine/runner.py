@@ -17,6 +17,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from vllm_sjd_pac.decoding import DraftTree, Verdict, WindowState
+from vllm_sjd_pac.engine import compat
 from vllm_sjd_pac.engine import report as step_report
 from vllm_sjd_pac.engine.arguments import options_of
 from vllm_sjd_pac.engine.attention.interface import RequestTree, TreeStep, set_tree_step
@@ -116,6 +117,12 @@ class JacobiRunnerMixin:
 
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        if not compat.is_unneeded("draft_positions"):
+            self.place_drafts(scheduler_output, num_scheduled_tokens)
+        return result
+
+    def place_drafts(self: Any, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> None:
+        """Note the step's trees: positions by depth, and what attention must mask."""
         step = self.sjd_step = _Step()
         requests: list[RequestTree] = []
         tokens: list[int] = []
@@ -140,7 +147,6 @@ class JacobiRunnerMixin:
             index_tensor = torch.tensor(tokens, device=self.device)
             self.positions[index_tensor] = torch.tensor(positions, dtype=self.positions.dtype, device=self.device)
         set_tree_step(self._tree_builders(), TreeStep(tuple(sorted(requests, key=lambda r: r.request_index))))
-        return result
 
     def _tree_builders(self: Any) -> list[Any]:
         return [group.get_metadata_builder(0) for group in self._attn_group_iterator()]
@@ -227,8 +233,14 @@ class JacobiRunnerMixin:
     def _advance_stock_generator(self: Any, index: int, count: int) -> None:
         """Keep the stock generator where plain sampling would have it: text after an image uses it again."""
         generator = self.input_batch.generators.get(index)
-        if generator is not None and self.device.type == "cpu":
+        if generator is None:
+            return
+        if self.device.type == "cpu":
             torch.randint(0, 2**31, (count,), generator=generator)
+        else:
+            row = torch.empty(self.input_batch.vocab_size, device=self.device)
+            for _ in range(count):
+                row.exponential_(generator=generator)
 
     def _sample_plain(
         self: Any, logits: torch.Tensor, first_row: list[int], plain: list[int], columns: list[list[int]]
@@ -281,6 +293,9 @@ class JacobiRunnerMixin:
     @contextmanager
     def _without_discarded_generators(self: Any) -> Any:
         """vLLM rewinds the generators of discarded rows, which CPU generators cannot; ours did not draw for them."""
+        if compat.is_unneeded("discarded_generators"):
+            yield
+            return
         generators = self.input_batch.generators
         discarded = self.discard_request_mask.np
         hidden = {index: generators.pop(index) for index in list(generators) if discarded[index]}
@@ -331,8 +346,9 @@ class JacobiRunnerMixin:
         started = time.perf_counter()
         batch, step = self.input_batch, self.sjd_step
         drafts: list[list[int]] = [[] for _ in batch.req_ids]
-        for state in self.sjd_requests.values():
-            state.tree = ROOT_ONLY
+        for request_id in batch.req_ids:
+            # Requests that the step left out keep their tree: the scheduler still holds its drafts.
+            self.sjd_requests[request_id].tree = ROOT_ONLY
         if step.verdict is not None:
             trees = self._choose_trees(step.members, scheduler_output.num_spec_tokens_to_schedule + 1)
             tokens = self._draft(step, trees)
