@@ -20,7 +20,7 @@ SUPPORTED_VLLM = "0.32"
 PROPOSER = "vllm_sjd_pac.engine.proposer.JacobiProposer"
 """Value of ``speculative_config.model`` once this plugin has been chosen; how every process recognises it."""
 
-_ENDPOINT_PLUGIN = "vllm_sjd_pac.serving.plugin"
+ENDPOINT_PLUGIN = "vllm_sjd_pac.serving.plugin"
 _MARK = "_sjd_pac_hook"
 _chosen_here = threading.Event()
 """Set once this process has built an engine configuration with the method on."""
@@ -56,12 +56,55 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def install() -> None:
-    """Install all hooks of this process; calling it again changes nothing."""
+    """Install the hooks that this process needs; calling it again changes nothing."""
     request_amx_permission()
-    hook_arguments()
-    hook_sampling_parameters()
-    hook_logits_processors()
-    hook_endpoints()
+    if is_unneeded("arguments"):
+        from vllm_sjd_pac.engine import method
+
+        method.register()
+    hooks = {
+        "arguments": hook_arguments,
+        "sampling_parameters": hook_sampling_parameters,
+        "logits_processors": hook_logits_processors,
+        "endpoints": hook_endpoints,
+    }
+    for name, hook in hooks.items():
+        if not is_unneeded(name):
+            hook()
+
+
+_METHODS = "vllm.plugins.speculative_methods:SpeculativeMethod"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_REPLACEMENTS = {
+    "arguments": f"{_METHODS}.configure",
+    "sampling_parameters": f"{_METHODS}.verify_sampling_params",
+    "logits_processors": f"{_METHODS}.applies_logits_processors",
+    "endpoints": f"{_METHODS}.create_endpoint_plugin",
+    "custom_attention": "vllm.platforms.cpu:CpuPlatform.supports_custom_attn_backend",
+    "discarded_generators": f"{_RUNNER}._keep_generators_of_discarded_rows",
+    "amx_permission": "vllm.platforms.cpu:CpuPlatform.request_amx_permission",
+    "kv_cache_growth": "vllm.v1.kv_cache_interface:KVCacheConfig.with_extra_blocks",
+    "draft_positions": f"{_RUNNER}.place_drafts",
+}
+"""Hook → the name in vLLM that makes it unneeded, in the order of the series in ``patches/``, which introduces them."""
+
+
+@functools.cache
+def is_unneeded(hook: str) -> bool:
+    """Whether the installed vLLM does without `hook`, a key of `_REPLACEMENTS`."""
+    module, _, path = _REPLACEMENTS[hook].partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner is not None
+
+
+def unneeded_hooks() -> list[str]:
+    """Every hook that the installed vLLM does without; none with a stock one."""
+    return [hook for hook in _REPLACEMENTS if is_unneeded(hook)]
 
 
 def request_amx_permission() -> None:
@@ -69,7 +112,7 @@ def request_amx_permission() -> None:
     import torch
 
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    if supported is not None and supported():
+    if supported is not None and supported() and not is_unneeded("amx_permission"):
         torch.cpu._init_amx()
 
 
@@ -90,13 +133,7 @@ def hook_arguments() -> None:
 
     def from_cli_args(original: Any) -> Any:
         def hook(cls: Any, args: argparse.Namespace) -> Any:
-            try:
-                arguments.collect_cli_options(args)
-                arguments.check_early(args)
-            except ValueError as error:
-                # One clear line instead of a traceback: this is the command line of `vllm serve` and its like.
-                print(f"error: {error}", file=sys.stderr)
-                sys.exit(2)
+            check_command_line(args)
             return original(cls, args)
 
         return hook
@@ -107,7 +144,7 @@ def hook_arguments() -> None:
             config = original(self, *args, **kwargs)
             if options is not None:
                 arguments.check_engine_config(config)
-                _chosen_here.set()
+                method_is_in_use()
             return config
 
         return hook
@@ -115,6 +152,26 @@ def hook_arguments() -> None:
     _wrap(EngineArgs, "add_cli_args", add_cli_args)
     _wrap(EngineArgs, "from_cli_args", from_cli_args)
     _wrap(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def check_command_line(args: argparse.Namespace) -> None:
+    """Fold the method's flags into vLLM's, or end the process with one clear line instead of a traceback.
+
+    This is the command line of ``vllm serve`` and its like.
+    """
+    from vllm_sjd_pac.engine import arguments
+
+    try:
+        arguments.collect_cli_options(args)
+        arguments.check_early(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def method_is_in_use() -> None:
+    """Remember that this process has built an engine configuration with the method on."""
+    _chosen_here.set()
 
 
 def hook_sampling_parameters() -> None:
@@ -170,7 +227,7 @@ def hook_endpoints() -> None:
             if not _chosen_here.is_set():
                 return loaded
             # By name: the engine knows nothing of serving beyond this line.
-            return importlib.import_module(_ENDPOINT_PLUGIN).add_to(loaded, supported_tasks)
+            return importlib.import_module(ENDPOINT_PLUGIN).add_to(loaded, supported_tasks)
 
         return hook
 
@@ -185,14 +242,25 @@ def forced_v2_runner() -> bool:
 def register_attention(backend: str, path: str) -> None:
     """Let vLLM's back end `backend` (a name of ``AttentionBackendEnum``) be the class at `path`.
 
-    The CPU platform ignores the CUSTOM slot, so the stock entry is overridden; the selector caches classes, and an engine
-    of this process may have chosen the stock one before.
+    A stock CPU platform ignores the CUSTOM slot, so its stock entry is overridden; the selector caches classes, and an
+    engine of this process may have chosen the stock one before.
     """
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum[backend], path)
     selector._cached_get_attn_backend.cache_clear()
+
+
+def register_cpu_attention(config: Any, path: str) -> None:
+    """Let the back end at `path` be the CPU's, in the CUSTOM slot where the CPU platform honours it."""
+    if is_unneeded("custom_attention"):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+        config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    else:
+        register_attention("CPU_ATTN", path)
 
 
 def use_custom_attention(config: Any) -> None:
@@ -219,6 +287,8 @@ def grow_kv_cache(kv_cache_config: Any, extra_blocks: int) -> Any:
     """
     if not extra_blocks:
         return kv_cache_config
+    if is_unneeded("kv_cache_growth"):
+        return kv_cache_config.with_extra_blocks(extra_blocks)
     grown = copy.deepcopy(kv_cache_config)
     blocks = kv_cache_config.num_blocks
     for tensor in grown.kv_cache_tensors:

@@ -77,7 +77,8 @@ class CPUSpecDecodeWorker(SpecDecodeWorkerMixin, CPUWorker):
     """The worker on CPUs."""
 
     def _register_attention(self) -> None:
-        compat.register_attention("CPU_ATTN", "vllm_sjd_pac.engine.attention.cpu.CPUTreeAttentionBackend")
+        path = "vllm_sjd_pac.engine.attention.cpu.CPUTreeAttentionBackend"
+        compat.register_cpu_attention(self.vllm_config, path)
 
 
 class GPUSpecDecodeWorker(SpecDecodeWorkerMixin, Worker):
