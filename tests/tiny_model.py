@@ -1,4 +1,4 @@
-"""A tiny random image-token model in the bundled model's format, for engine tests: seconds to build, milliseconds to run."""
+"""A tiny random image-token model in the bundled model's format, for engine tests: seconds to build, quick to run."""
 
 from __future__ import annotations
 

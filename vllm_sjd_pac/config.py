@@ -46,7 +46,8 @@ class SJDPACConfig:
     )
     tree: str = _option(
         "comb",
-        "draft tree: 'comb', 'comb:8.4.4.2' (siblings per depth), 'comb:8.4t1' (with tails), 'full:3.3' (width.depth), 'chain'",
+        "draft tree: 'comb', 'comb:8.4.4.2' (siblings per depth), 'comb:8.4t1' (with tails), 'full:3.3' (width.depth) "
+        "or 'chain'",
         allowed="chain, comb, comb:S.S...[tT], full, full:W.D",
     )
     num_speculative_tokens: int = _option(
@@ -67,8 +68,8 @@ class SJDPACConfig:
     adaptive_window: bool = _option(True, "shrink the window under load, from measured step times")
     attention: str = _option(
         "auto",
-        "attention for draft trees: 'virtual' (branches as virtual requests on the stock kernels), 'triton', 'xformers' "
-        "(GPU), or 'auto' (virtual)",
+        "attention for draft trees: 'virtual' (branches as virtual requests on the stock kernels), 'triton' or 'xformers' "
+        "(GPUs), or 'auto' (virtual)",
         choices=("auto", "virtual", "triton", "xformers"),
     )
     verify_ranks: bool = _option(False, "debugging: compare the drafts of all tensor-parallel ranks in every step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def engine_windows(llm: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def run_engine() -> Iterator[Callable[..., Run]]:
+def run_engine() -> Callable[..., Run]:
     def run(model: Path, speculative_config: dict[str, Any] | None, requests: list[Request], **arguments: Any) -> Run:
         llm = build_engine(model, speculative_config, **arguments)
         try:
@@ -121,7 +121,7 @@ def run_engine() -> Iterator[Callable[..., Run]]:
             del llm
             gc.collect()
 
-    yield run
+    return run
 
 
 def mixed_requests(count: int, seed: int, *, guidance: bool = True, exotic: bool = True) -> list[Request]:

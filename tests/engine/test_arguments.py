@@ -1,4 +1,4 @@
-"""Options on the command line, in --speculative-config and in Python: one meaning, clear errors, nothing without the flag."""
+"""Options on the command line, in --speculative-config and in Python: one meaning, clear errors, inert without the flag."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_the_flag_alone() -> None:
 
 def test_every_option_has_a_flag() -> None:
     common = [
-        "--speculative-model", "sjd_pac", "--sjd-pac-tree", "full:3.3", "--sjd-pac-window", "20", "--sjd-pac-proposal", "uniform",
+        "--speculative-model", "sjd_pac", "--sjd-pac-tree", "full:3.3", "--sjd-pac-window", "20",
+        "--sjd-pac-proposal", "uniform",
         "--no-sjd-pac-adaptive-window", "--sjd-pac-attention", "virtual", "--sjd-pac-verify-ranks",
         "--num-speculative-tokens", "40",
     ]  # fmt: skip
@@ -144,7 +145,7 @@ def test_without_the_flag_nothing_changes() -> None:
 def test_a_model_without_a_family_is_refused() -> None:
     from vllm_sjd_pac.models.family import find_family
 
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*register_family"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*register_family"):
         find_family(argparse.Namespace(architectures=["GPT2LMHeadModel"]), "some/model")
 
 

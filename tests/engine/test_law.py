@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,14 +51,14 @@ def p_value(run: Run, law: dict[tuple[int, ...], float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def draw(model: Path) -> Iterator[Callable[[int], Run]]:
+def draw(model: Path) -> Callable[[int], Run]:
     llm = build_engine(model, OPTIONS, max_num_seqs=128, max_model_len=64, max_num_batched_tokens=4096)
 
     def run(seed: int) -> Run:
         params = [{"temperature": 1.0, "seed": seed + i, "max_tokens": LENGTH} for i in range(SEQUENCES)]
         return run_requests(llm, [Request(PROMPT, p) for p in params])
 
-    yield run
+    return run
 
 
 def test_the_law_is_exact(draw: Callable[[int], Run], exact_law: dict[tuple[int, ...], float]) -> None:

@@ -1,8 +1,7 @@
-"""Single requests in unusual places: several outputs, the end of the context, caches, hidden twins, pairs that never fit."""
+"""Single requests in unusual places: several outputs, the context's end, caches, hidden twins, pairs that never fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,14 @@ def guided(scale: float = 3.0, **extra: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(constrained: Path) -> Iterator[Any]:
-    yield build_engine(constrained, {"model": "sjd_pac", "mode": "ar"}, max_model_len=128, max_num_seqs=8)
+def plain(constrained: Path) -> Any:
+    return build_engine(constrained, {"model": "sjd_pac", "mode": "ar"}, max_model_len=128, max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")
-def engine(constrained: Path, plain: Any) -> Iterator[Any]:
+def engine(constrained: Path, plain: Any) -> Any:
     """Built after `plain`: vLLM's metrics are those of the process's newest engine."""
-    yield build_engine(constrained, {"model": "sjd_pac"}, max_model_len=128, max_num_seqs=8)
+    return build_engine(constrained, {"model": "sjd_pac"}, max_model_len=128, max_num_seqs=8)
 
 
 def test_several_outputs_of_one_request(engine: Any, plain: Any) -> None:

@@ -75,7 +75,6 @@ def test_equals_the_stock_engine(run_engine: RunEngine, unconstrained: Path) -> 
     """Guidance off, no mask: exactly the tokens, log-probabilities and stops of vLLM without the plugin's method."""
     requests = mixed_requests(40, seed=2, guidance=False)
     for request in requests:
-        # vLLM itself refuses these two with any speculative method; ours runs them, the stock engine has no method here.
         request.params["ignore_eos"] = True
     stock = run_engine(unconstrained, None, requests)
     ours = run_engine(unconstrained, {"model": "sjd_pac"}, requests)

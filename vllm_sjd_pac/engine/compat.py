@@ -34,7 +34,8 @@ def require_supported_vllm() -> None:
 
     if vllm.__version__.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_VLLM:
         raise ValueError(
-            f"sjd_pac: this version of vllm-sjd-pac works with vLLM {SUPPORTED_VLLM}.*, but vLLM {vllm.__version__} is installed"
+            f"sjd_pac: this version of vllm-sjd-pac works with vLLM {SUPPORTED_VLLM}.*, "
+            f"but vLLM {vllm.__version__} is installed"
         )
 
 
@@ -274,7 +275,8 @@ def use_custom_attention(config: Any) -> None:
     chosen = config.attention_config.backend
     if chosen not in (None, AttentionBackendEnum.CUSTOM):
         raise ValueError(
-            f"sjd_pac: --attention-backend {chosen.name} cannot mask draft trees; leave it out, or use --sjd-pac-tree chain"
+            f"sjd_pac: --attention-backend {chosen.name} cannot mask draft trees; "
+            "leave it out, or use --sjd-pac-tree chain"
         )
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
 
@@ -282,8 +284,8 @@ def use_custom_attention(config: Any) -> None:
 def grow_kv_cache(kv_cache_config: Any, extra_blocks: int) -> Any:
     """A copy of a ``KVCacheConfig`` with `extra_blocks` more blocks, unknown to the scheduler, behind the others.
 
-    In layer-outermost layouts a layer's region (and with it the next layer's offset) grows with the number of blocks; in
-    block-outermost ones only the whole allocation does.
+    In layer-outermost layouts a layer's region (and with it the next layer's offset) grows with the number of blocks;
+    in block-outermost ones only the whole allocation does.
     """
     if not extra_blocks:
         return kv_cache_config

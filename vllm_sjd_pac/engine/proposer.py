@@ -8,8 +8,8 @@ from typing import Any
 class JacobiProposer:
     """Drafts come from the target's own stale predictions, so no draft model exists.
 
-    vLLM builds this object and asks it to `propose`; the runner (`engine.runner.JacobiRunnerMixin`) drafts itself, since
-    drafting needs the rows that verification used, and never calls `propose`.
+    vLLM builds this object and asks it to `propose`; the runner (`engine.runner.JacobiRunnerMixin`) drafts itself,
+    since drafting needs the rows that verification used, and never calls `propose`.
     """
 
     def __init__(self, vllm_config: Any) -> None:

@@ -287,7 +287,8 @@ class JacobiRunnerMixin:
                 wide[::width] = values
                 return wide
 
-            logprobs = LogprobsTensors(*(spread(values) for values in logprobs[:3]))
+            ids, values, ranks = logprobs[:3]
+            logprobs = LogprobsTensors(spread(ids), spread(values), spread(ranks))
         return SamplerOutput(sampled_token_ids=padded, logprobs_tensors=logprobs)
 
     @contextmanager

@@ -59,9 +59,10 @@ class TreeRejectionSampler:
         self.rule: RaceRule | RejectionRule
         mode = "ac" if options.mode == "ar" else options.mode
         if options.acceptance == "race":
+            noise: CPUStockNoise | ExponentialStockNoise
             if draws_integers:
-                noise = CPUStockNoise(self.streams, columns.tokens)
-                noise.self_check()
+                noise = stock = CPUStockNoise(self.streams, columns.tokens)
+                stock.self_check()
             else:
                 noise = self._exponential = ExponentialStockNoise(self.streams, columns.tokens, vocab_size, device)
             self.rule = RaceRule(noise, mode, smoothing=options.smoothing, memory=4 if options.memory else 0)

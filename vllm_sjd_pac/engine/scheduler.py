@@ -123,10 +123,10 @@ class GuidedScheduler(Scheduler):
         """
         for owner_id, twin_id in self.twins.pairs():
             owner, twin = self.requests[owner_id], self.requests[twin_id]
-            for half, mate in ((owner, twin), (twin, owner)):
-                if half.status == RequestStatus.PREEMPTED and mate.status == RequestStatus.RUNNING:
-                    self.running.remove(mate)
-                    self._preempt_request(mate, time.monotonic())
+            for half, other in ((owner, twin), (twin, owner)):
+                if half.status == RequestStatus.PREEMPTED and other.status == RequestStatus.RUNNING:
+                    self.running.remove(other)
+                    self._preempt_request(other, time.monotonic())
         free_seats = self.max_num_running_reqs - len(self.running)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         held: list[Request] = []

@@ -9,7 +9,7 @@ from vllm_sjd_pac.engine.requests import OWNER_KEY, TWIN_SUFFIX, Guidance, twin_
 from vllm_sjd_pac.models.family import ImageModelFamily
 
 TWINS_STATISTIC = "sjd_pac:twins"
-"""Key of the number of running twins in ``SchedulerStats.num_kv_fetch_reqs_by_stage``, which vLLM reads by its own keys."""
+"""Key of the number of running twins in ``SchedulerStats.num_kv_fetch_reqs_by_stage``; vLLM reads its own keys only."""
 
 
 class TwinBook:

@@ -85,7 +85,7 @@ class GPUSpecDecodeWorker(SpecDecodeWorkerMixin, Worker):
     """The worker on GPUs; never run on one so far."""
 
     def _register_attention(self) -> None:
-        config = self.vllm_config
+        config: Any = self.vllm_config
         options = options_of(config)
         if TreeChooser(options).largest.branch_height == 0:
             return  # chains need no masks: the stock back end stays

@@ -61,5 +61,5 @@ def set_tree_step(builders: list[Any], step: TreeStep) -> None:
             builder.tree_step = step
         elif step.has_branches:
             raise RuntimeError(
-                f"sjd_pac: attention back end {type(builder).__name__} cannot mask draft trees; use --sjd-pac-tree chain"
+                f"sjd_pac: attention builder {type(builder).__name__} cannot mask draft trees; use --sjd-pac-tree chain"
             )

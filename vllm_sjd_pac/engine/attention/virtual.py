@@ -142,10 +142,9 @@ def build_virtual_batch(
                 slot = (scratch + position // block_size - first_block) * block_size + position % block_size
                 writes.append((root_token + node, slot))
             scratch += last_block - first_block + 1
-    if scratch - first_scratch_block > num_scratch_blocks:
-        raise RuntimeError(
-            f"sjd_pac: the step's branches need {scratch - first_scratch_block} scratch blocks, {num_scratch_blocks} exist"
-        )
+    needed = scratch - first_scratch_block
+    if needed > num_scratch_blocks:
+        raise RuntimeError(f"sjd_pac: the step's branches need {needed} scratch blocks, {num_scratch_blocks} exist")
 
     def columns(rows: list[tuple[int, ...]], width: int) -> list[torch.Tensor]:
         # One contiguous tensor per column: vLLM's operators read slot lists without looking at strides.

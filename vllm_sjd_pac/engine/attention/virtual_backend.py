@@ -1,8 +1,8 @@
 """Virtual requests as mixins over a stock vLLM attention back end (see `virtual`).
 
-They need a metadata builder that reads ``CommonAttentionMetadata`` and an implementation with ``do_kv_cache_update`` over a
-cache whose first dimension is the block: vLLM 0.32's CPU, FlashAttention and Triton back ends. Over the CPU's they are
-tested; over the others they have never run.
+They need a metadata builder that reads ``CommonAttentionMetadata`` and an implementation with ``do_kv_cache_update``
+over a cache whose first dimension is the block: vLLM 0.32's CPU, FlashAttention and Triton back ends. Over the CPU's they
+are tested; over the others they have never run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BranchWrites:
 class VirtualBuilderMixin:
     """Turns a step's branches into further requests of the attention metadata.
 
-    A step whose windows are all chains goes through the stock builder untouched. The worker sets ``first_scratch_block``
-    and ``num_scratch_blocks`` when it has allocated the cache.
+    A step whose windows are all chains goes through the stock builder untouched. The worker sets
+    ``first_scratch_block`` and ``num_scratch_blocks`` when it has allocated the cache.
     """
 
     tree_step = TreeStep()
