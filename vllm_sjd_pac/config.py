@@ -68,8 +68,8 @@ class SJDPACConfig:
     adaptive_window: bool = _option(True, "shrink the window under load, from measured step times")
     attention: str = _option(
         "auto",
-        "attention for draft trees: 'virtual' (branches as virtual requests on the stock kernels), 'triton' or 'xformers' "
-        "(GPUs), or 'auto' (virtual)",
+        "attention for draft trees: 'virtual' (branches as virtual requests on the stock kernels), 'triton', "
+        "'xformers' (both on GPUs), or 'auto' (virtual)",
         choices=("auto", "virtual", "triton", "xformers"),
     )
     verify_ranks: bool = _option(False, "debugging: compare the drafts of all tensor-parallel ranks in every step")

@@ -148,9 +148,9 @@ class ImageGenerator:
         with tqdm(total=total, unit="token", desc="drawing", disable=not progress) as bar:
             while engine.has_unfinished_requests():
                 for output in engine.step():
-                    completion: Any = output.outputs[0]
+                    completions: Any = output.outputs
                     index = int(output.request_id.split("-")[1])
-                    count = len(completion.token_ids)
+                    count = len(completions[0].token_ids)
                     bar.update(count - drawn[index])
                     drawn[index] = count
                     if output.finished:

@@ -1,4 +1,4 @@
-"""Options on the command line, in --speculative-config and in Python: one meaning, clear errors, inert without the flag."""
+"""Options on the command line, in --speculative-config and in Python: one meaning, clear errors, nothing unasked."""
 
 from __future__ import annotations
 

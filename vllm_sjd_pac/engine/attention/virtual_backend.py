@@ -1,8 +1,8 @@
 """Virtual requests as mixins over a stock vLLM attention back end (see `virtual`).
 
 They need a metadata builder that reads ``CommonAttentionMetadata`` and an implementation with ``do_kv_cache_update``
-over a cache whose first dimension is the block: vLLM 0.32's CPU, FlashAttention and Triton back ends. Over the CPU's they
-are tested; over the others they have never run.
+over a cache whose first dimension is the block: vLLM 0.32's CPU, FlashAttention and Triton back ends. Over the CPU's
+they are tested; over the others they have never run.
 """
 
 from __future__ import annotations
