@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -68,6 +69,12 @@ class Server:
             time.sleep(0.25)
 
 
+def _end_with_parent() -> None:
+    """A test run that is killed takes its server along (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -85,7 +92,12 @@ def serve(folder: Path, *arguments: str) -> Iterator[Server]:
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
     try:
         server = Server(process, port, log)
