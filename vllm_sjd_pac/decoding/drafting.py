@@ -45,39 +45,45 @@ class WindowPlan:
 def plan_window(trees: TreeBatch, state: WindowState, verdict: Verdict | None) -> WindowPlan:
     """Sort the positions of the next window (``state`` has advanced past the committed tokens already)."""
     check_window(trees, state)
-    width = trees.max_main
-    grid = state.ring_grid(width)
-    offsets = torch.arange(width, device=grid.device)
+    grid = state.ring_grid(trees.max_main)
+    if state.single is not None:
+        return _plan_single(trees, state.single, grid[0], verdict)
+    offsets = torch.arange(trees.max_main, device=grid.device)
     inside, length, estimated = trees.main_length, state.length, state.estimated
     if verdict is None:
         fresh = torch.zeros_like(length)
     else:
         fresh = torch.minimum((verdict.line >= 0).sum(1) - verdict.counts, inside).clamp_(min=0)
-    if trees.batch_size == 1:  # the common case of one image: everything is a slice
-        numbers = torch.cat([inside, fresh, length, estimated]).tolist()
-        total, continued = numbers[0], numbers[1]
-        known = min(max(continued, numbers[2]), total)
-        refined = max(0, min(continued, numbers[3]))
-        rows, columns, ring = torch.zeros_like(offsets), offsets, grid[0]
-    else:
-        # Each group is a range of offsets: [0, refined), [refined, fresh), [fresh, known), [known, inside).
-        ends = torch.stack([torch.minimum(estimated, fresh), fresh, torch.maximum(length, fresh), inside])
-        ends = torch.minimum(ends, inside).cummax(0).values
-        starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
-        groups = (offsets >= starts.unsqueeze(2)) & (offsets < ends.unsqueeze(2))
-        entries = groups.nonzero()
-        refined, continued, known, total = groups.sum((1, 2)).cumsum(0).tolist()
-        rows, columns = entries[:, 1], entries[:, 2]
-        ring = grid[rows, columns]
-    if verdict is None or not continued:
-        source = offsets[:0]
-    elif trees.batch_size == 1:
+    # Each group is a range of offsets: [0, refined), [refined, fresh), [fresh, known), [known, inside).
+    ends = torch.stack([torch.minimum(estimated, fresh), fresh, torch.maximum(length, fresh), inside])
+    ends = torch.minimum(ends, inside).cummax(0).values
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+    groups = (offsets >= starts.unsqueeze(2)) & (offsets < ends.unsqueeze(2))
+    entries = groups.nonzero()
+    refined, continued, known, _ = groups.sum((1, 2)).cumsum(0).tolist()
+    rows, columns = entries[:, 1], entries[:, 2]
+    source = offsets[:0]
+    if verdict is not None and continued:
+        b = rows[:continued]
+        source = verdict.line[b, verdict.counts[b] + columns[:continued]] + b * verdict.rows.shape[1]
+    return WindowPlan(rows, columns, grid[rows, columns], source, fresh, refined, continued, known)
+
+
+def _plan_single(trees: TreeBatch, numbers: list[int], ring: Tensor, verdict: Verdict | None) -> WindowPlan:
+    """`plan_window` for one request, whose groups are slices."""
+    _, position, draft_end, estimate_end, _ = numbers
+    inside, continued = trees.max_main, 0
+    offsets = torch.arange(inside)
+    source = offsets[:0]
+    if verdict is not None:
         count = int(verdict.counts)
+        continued = max(0, min(verdict.line.shape[1] - count, inside))
         source = verdict.line[0, count : count + continued]
-    else:
-        b, i = rows[:continued], columns[:continued]
-        source = verdict.line[b, verdict.counts[b] + i] + b * verdict.rows.shape[1]
-    return WindowPlan(rows, columns, ring, source, fresh, refined, continued, known)
+    known = max(continued, min(draft_end - position, inside))
+    refined = max(0, min(continued, estimate_end - position))
+    return WindowPlan(
+        torch.zeros_like(offsets), offsets, ring, source, torch.tensor([continued]), refined, continued, known
+    )
 
 
 def entering_weights(plan: WindowPlan, state: WindowState, legal: Legal | None, proposal: Proposal | None) -> Tensor:
@@ -112,10 +118,14 @@ def node_tokens(trees: TreeBatch, root: Tensor, plan: WindowPlan, drafts: Tensor
     batch = trees.batch_size
     table = drafts.new_zeros(batch, trees.max_main + 1, trees.width)
     table[:, 0, 0] = root
-    table[plan.rows, plan.offsets + 1, 0] = drafts
+    if batch == 1:
+        table[0, 1:, 0] = drafts
+    else:
+        table[plan.rows, plan.offsets + 1, 0] = drafts
     if siblings is not None:
         table[:, 1 : siblings.shape[1] + 1, 1:] = siblings
-    return table.flatten(1).gather(1, trees.places).masked_fill_(~trees.valid, -1)
+    tokens = table.flatten(1).gather(1, trees.places)
+    return tokens if batch == 1 else tokens.masked_fill_(~trees.valid, -1)
 
 
 def sibling_rows(trees: TreeBatch, plan: WindowPlan) -> Tensor:

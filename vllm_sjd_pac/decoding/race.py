@@ -60,15 +60,14 @@ class RaceRule(AcceptanceRule):
     def verify(self, trees: TreeBatch, tokens: Tensor, rows: Tensor, state: WindowState) -> Verdict:
         check_rows(trees, tokens, rows, state, values=False)
         batch, depth, vocab = trees.batch_size, trees.max_main, rows.shape[2]
-        state.prepare_noise(self.noise, trees.main_length)
+        state.prepare_noise(self.noise, trees)
         steps = torch.arange(depth + 1, device=tokens.device)
         noise = state.noise_rows(self.noise, state.ring_grid(depth + 1).flatten(), None, steps)
         noise = noise.view(batch, depth + 1, vocab)
         winners = first_argmax(noise + rows[:, : depth + 1])
 
         # Along the main chain: how many drafts won their race?
-        won = (tokens[:, 1 : depth + 1] == winners[:, :-1]) & trees.valid[:, 1 : depth + 1]
-        won &= trees.main_line[:, 1:] > 0
+        won = (tokens[:, 1 : depth + 1] == winners[:, :-1]) & trees.on_main
         kept = won.cumprod(1).sum(1)
         walked = steps <= kept.unsqueeze(1)
         committed = winners.masked_fill(~walked, -1)
@@ -81,7 +80,7 @@ class RaceRule(AcceptanceRule):
             token = winners[each, kept]
             path = path.clone()
         for _ in range(trees.branch_height):
-            child = (trees.parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & trees.valid
+            child = (trees.parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1))
             found = child.any(1)
             if not found.any():
                 break
@@ -100,7 +99,7 @@ class RaceRule(AcceptanceRule):
         self, trees: TreeBatch, state: WindowState, verdict: Verdict | None, legal: Legal | None = None
     ) -> Tensor:
         root = verdict.last if verdict is not None else torch.full_like(state.slots, -1)
-        state.prepare_noise(self.noise, trees.main_length)
+        state.prepare_noise(self.noise, trees)
         plan = plan_window(trees, state, verdict)
         if not plan.total:
             return node_tokens(trees, root, plan, plan.offsets, None)

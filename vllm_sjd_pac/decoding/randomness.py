@@ -8,6 +8,7 @@ SplitMix64) of key, position and index.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MUL_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MUL_2 = 0x94D049BB133111EB - (1 << 64)
+_STEP = 0xD1342543DE82EF95 - (1 << 64)
 _NOISE = 7  # stream number of CounterNoise; RejectionRule uses 0..2
 
 
@@ -55,10 +57,15 @@ def _wrap(number: int) -> int:
     return ((number + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
 
+@lru_cache(maxsize=64)
+def _multiples(count: int, device: str) -> Tensor:
+    return torch.arange(1, count + 1, device=device) * _GOLDEN
+
+
 def counter_bits(keys: Tensor, positions: Tensor, stream: int, count: int) -> Tensor:
     """48 random bits as int64 [..., count] for keys and positions of equal shape [...]."""
-    base = mix(mix(keys * _MUL_2 + _wrap(stream * _MUL_1)) + positions * _GOLDEN).unsqueeze(-1)
-    x = base + torch.arange(1, count + 1, device=keys.device) * _GOLDEN
+    base = mix(keys * _MUL_2 + positions * _STEP + _wrap(stream * _MUL_1)).unsqueeze(-1)
+    x = base + _multiples(count, str(keys.device))
     x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MUL_1)
     x.bitwise_xor_((x >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MUL_2)
     return x.bitwise_right_shift_(16).bitwise_and_(0xFFFFFFFFFFFF)  # the upper bits need no last mixing
@@ -71,7 +78,7 @@ class CounterNoise:
         self.vocab_size = vocab_size
 
     def gumbel(self, keys: Tensor, positions: Tensor) -> Tensor:
-        bits = counter_bits(keys.unsqueeze(-1).expand_as(positions), positions, _NOISE, self.vocab_size)
+        bits = counter_bits(keys.unsqueeze(-1), positions, _NOISE, self.vocab_size)
         # -log1p(-u) resolves small exponentials, the winners, to 2^-48; u must stay below 1 in float32.
         negative_u = bits.to(torch.float32).mul_(-(2.0**-48)).sub_(2.0**-49).clamp_(min=2.0**-24 - 1)
         return negative_u.log1p_().neg_().log_().neg_()

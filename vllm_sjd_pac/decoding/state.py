@@ -6,7 +6,6 @@ committing tokens moves no memory: the row of position p is row ``p % ring`` of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vllm_sjd_pac.decoding.acceptance import AcceptanceRule
     from vllm_sjd_pac.decoding.randomness import NoiseSource
+    from vllm_sjd_pac.decoding.tree import TreeBatch
 
 _NUMBERS = ("key", "position", "draft_end", "estimate_end", "noise_end")
 
@@ -45,6 +45,7 @@ class WindowPool:
             raise ValueError(f"max_window: expected at least 0 (length of the main chain), got {max_window}")
         self.vocab_size, self.max_window, self.device = vocab_size, max_window, torch.device(device)
         self.ring = max_window + 1
+        self.wheel = torch.arange(2 * self.ring, device=device) % self.ring
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "numbers": ((len(_NUMBERS),), torch.long),
             "drafts": ((self.ring, 1 + rule.memory), torch.long),
@@ -117,47 +118,66 @@ class WindowPool:
         self._free.extend(range(capacity + more - 1, capacity - 1, -1))
 
 
-@dataclass
 class WindowState:
     """Handle on the windows of B requests: their ``slots`` long [B] and ``numbers`` long [B, 5] (see `WindowPool`).
 
     Rules advance it and write through to the pool, so it may be kept from step to step while the batch stays the
-    same, or gathered anew in every step.
+    same, or gathered anew in every step. A single request on the CPU (one image, the latency case) keeps its numbers
+    as plain integers in ``single``: they cost nothing to read, where every tiny tensor operation costs microseconds.
     """
 
-    pool: WindowPool
-    slots: Tensor
-    numbers: Tensor
+    def __init__(self, pool: WindowPool, slots: Tensor, numbers: Tensor) -> None:
+        self.pool, self.slots, self._numbers = pool, slots, numbers
+        self.single: list[int] | None = None
+        if slots.shape[0] == 1 and slots.device.type == "cpu":
+            self.single = numbers[0].tolist()
+            self._start = int(slots) * pool.ring
+            self._keys = numbers[:, 0]
+
+    @property
+    def numbers(self) -> Tensor:
+        """``key``, ``position``, ends of drafts, estimates and noise: long [B, 5]."""
+        return self._numbers if self.single is None else torch.tensor([self.single])
 
     @property
     def keys(self) -> Tensor:
         """Seeds, long [B]."""
-        return self.numbers[:, 0]
+        return self._numbers[:, 0] if self.single is None else self._keys
 
     @property
     def position(self) -> Tensor:
         """Absolute position of the token after the root, long [B]."""
-        return self.numbers[:, 1]
+        return self._numbers[:, 1] if self.single is None else torch.tensor(self.single[1:2])
 
     @property
     def length(self) -> Tensor:
         """How many window positions hold a draft (0 or less: none), long [B]."""
-        return self.numbers[:, 2] - self.numbers[:, 1]
+        numbers = self.numbers
+        return numbers[:, 2] - numbers[:, 1]
 
     @property
     def estimated(self) -> Tensor:
         """How many window positions have an estimate row (0 or less: none), long [B]."""
-        return self.numbers[:, 3] - self.numbers[:, 1]
+        numbers = self.numbers
+        return numbers[:, 3] - numbers[:, 1]
 
     def commit(self, counts: Tensor) -> None:
         """Move the roots ``counts`` long [B] positions on."""
-        self.numbers[:, 1] += counts
+        if self.single is None:
+            self._numbers[:, 1] += counts
+        else:
+            self.single[1] += int(counts)
         self.save()
 
     def note_window(self, drafted: Tensor, estimated: Tensor) -> None:
         """Record that the first ``drafted`` positions hold drafts and the first ``estimated`` an estimate; long [B]."""
-        ends = torch.stack([drafted, estimated], 1) + self.numbers[:, 1:2]
-        self.numbers[:, 2:4] = torch.maximum(self.numbers[:, 2:4], ends)
+        if self.single is None:
+            ends = torch.stack([drafted, estimated], 1) + self._numbers[:, 1:2]
+            self._numbers[:, 2:4] = torch.maximum(self._numbers[:, 2:4], ends)
+        else:
+            position = self.single[1]
+            self.single[2] = max(self.single[2], position + int(drafted))
+            self.single[3] = max(self.single[3], position + int(estimated))
         self.save()
 
     def save(self) -> None:
@@ -168,6 +188,9 @@ class WindowState:
         """Flat index long [B, width] of window offsets 0..width-1 (0 = the token after the root) into a ring field
         viewed as [slots * R, ...]."""
         ring = self.pool.ring
+        if self.single is not None:
+            first = self.single[1] % ring
+            return (self.pool.wheel[first : first + width] + self._start).unsqueeze(0)
         offsets = torch.arange(width, device=self.slots.device)
         return (self.position.unsqueeze(1) + offsets).remainder_(ring).add_((self.slots * ring).unsqueeze(1))
 
@@ -186,22 +209,36 @@ class WindowState:
         positions = self.position[rows] + offsets
         return source.gumbel(self.keys[rows], positions.unsqueeze(1)).squeeze(1)
 
-    def prepare_noise(self, source: NoiseSource, main_length: Tensor) -> None:
-        """Compute the noise rows that a window of ``main_length`` long [B] (and the token after it) still lacks."""
+    def prepare_noise(self, source: NoiseSource, trees: TreeBatch) -> None:
+        """Compute the noise rows that the windows of ``trees`` (and the token after each) still lack."""
         if "noise" not in self.pool:
             return
-        end, need = self.numbers[:, 4], self.position + main_length + 1
-        if int((need - end).max()) <= 0:
+        ring = self.pool.ring
+        if self.single is not None:
+            need = self.single[1] + trees.max_main + 1
+            first = max(self.single[4], self.single[1])
+            if need <= first:
+                return
+            positions = torch.arange(first, need)
+            noise = source.gumbel(self.keys, positions.unsqueeze(0))
+            _check_noise(noise, (1, need - first, self.pool.vocab_size))
+            index = self.pool.wheel[first % ring : first % ring + need - first] + self._start
+            self.flat("noise").index_copy_(0, index, noise[0])
+            self.single[4] = need
+            return
+        end, needed = self._numbers[:, 4], self.position + trees.main_length + 1
+        if int((needed - end).max()) <= 0:
             return
         start = torch.maximum(end, self.position)
-        grid = start.unsqueeze(1) + torch.arange(int((need - start).max()), device=start.device)
-        rows, columns = (grid < need.unsqueeze(1)).nonzero(as_tuple=True)
+        grid = start.unsqueeze(1) + torch.arange(int((needed - start).max()), device=start.device)
+        rows, columns = (grid < needed.unsqueeze(1)).nonzero(as_tuple=True)
         positions = grid[rows, columns]
         noise = source.gumbel(self.keys[rows], positions.unsqueeze(1))
-        expected = (rows.shape[0], 1, self.pool.vocab_size)
-        if noise.shape != expected:
-            raise ValueError(f"noise: expected shape {expected} from gumbel(), got {tuple(noise.shape)}")
-        ring = self.slots[rows] * self.pool.ring + positions % self.pool.ring
-        self.flat("noise").index_copy_(0, ring, noise.squeeze(1))
-        self.numbers[:, 4] = torch.maximum(start, need)
-        self.save()
+        _check_noise(noise, (rows.shape[0], 1, self.pool.vocab_size))
+        self.flat("noise").index_copy_(0, self.slots[rows] * ring + positions % ring, noise.squeeze(1))
+        self._numbers[:, 4] = torch.maximum(start, needed)
+
+
+def _check_noise(noise: Tensor, expected: tuple[int, int, int]) -> None:
+    if noise.shape != expected:
+        raise ValueError(f"noise: expected shape {expected} from gumbel(), got {tuple(noise.shape)}")

@@ -196,7 +196,8 @@ class TreeBatch:
     Long [B, N]: ``parents``, ``depths``, ``ranks``, ``heads``, ``first_children`` (see `DraftTree`); beyond a
     request's ``num_nodes`` they hold -1 (depths and ranks: 0). ``valid``: bool [B, N], true for real nodes.
     ``places``: depth * ``width`` + rank, the node's entry in a table of candidates. ``num_nodes``, ``main_length``:
-    long [B]. ``main_line``: long [B, M+1], the main-chain node of each depth, -1 = none. ``ancestors``: bool
+    long [B]. ``main_line``: long [B, M+1], the main-chain node of each depth, -1 = none; ``on_main``: bool [B, M],
+    whether there is one at depths 1..M. ``ancestors``: bool
     [B, N, N], entry (u, v): v is u or above it. The plain ints bound loops and shapes over the batch.
     """
 
@@ -208,6 +209,7 @@ class TreeBatch:
     valid: Tensor
     places: Tensor
     main_line: Tensor
+    on_main: Tensor
     num_nodes: Tensor
     main_length: Tensor
     ancestors: Tensor
@@ -245,6 +247,7 @@ class TreeBatch:
             **fields,
             places=fields["depths"] * width + fields["ranks"],
             main_line=torch.where(depth <= main_length.unsqueeze(1), depth, -1),
+            on_main=depth[1:] <= main_length.unsqueeze(1),
             valid=torch.arange(nodes, device=index.device) < num_nodes[:, None],
             num_nodes=num_nodes.contiguous(),
             main_length=main_length.contiguous(),
