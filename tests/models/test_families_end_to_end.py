@@ -70,4 +70,6 @@ def test_speculation_draws_the_same_whole_image(name: str, tmp_path: Path) -> No
     first, second, plain = (picture.token_ids for picture in fast)
     assert first != second, "two seeds draw two pictures"
     assert first != plain, "guidance changes the picture"
-    assert sum(picture.forwards for picture in fast) <= sum(picture.forwards for picture in slow)
+    assert sum(picture.forwards for picture in fast) < sum(picture.forwards for picture in slow), (
+        "no draft was accepted"
+    )
