@@ -1,7 +1,7 @@
 """Speculative Jacobi decoding with draft trees: the algorithm, in pure PyTorch (no vLLM)."""
 
 from vllm_sjd_pac.decoding.acceptance import MODES, AcceptanceRule, Verdict
-from vllm_sjd_pac.decoding.decode import DecodeResult, jacobi_decode, simulate
+from vllm_sjd_pac.decoding.decode import DecodeResult, Simulation, jacobi_decode, simulate
 from vllm_sjd_pac.decoding.race import RaceRule
 from vllm_sjd_pac.decoding.randomness import (
     CounterNoise,
@@ -27,6 +27,7 @@ __all__ = [
     "RaceRule",
     "Randomness",
     "RejectionRule",
+    "Simulation",
     "TableNoise",
     "TreeBatch",
     "Verdict",
