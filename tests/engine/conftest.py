@@ -163,3 +163,8 @@ def mixed_requests(count: int, seed: int, *, guidance: bool = True, exotic: bool
                 params["bad_words"] = ["<20>"]
         requests.append(Request(tiny_model.prompt(*words), params))
     return requests
+
+
+def tensor_parallel_requests() -> list[Request]:
+    """Guided and other requests for the test of two ranks, the same in every process."""
+    return mixed_requests(12, seed=9, exotic=False)

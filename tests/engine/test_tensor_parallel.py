@@ -1,0 +1,24 @@
+"""Two tensor-parallel ranks: the tokens of one, and equal drafts on both (the engine compares them in every step)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.engine.conftest import Run, tensor_parallel_requests
+
+
+def test_two_ranks_draw_the_tokens_of_one(run_engine: Callable[..., Run], constrained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "tokens.json"
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.engine.tensor_parallel_run", str(constrained), str(output)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    two = json.loads(output.read_text())
+    one = run_engine(constrained, {"model": "sjd_pac", "mode": "ar"}, tensor_parallel_requests())
+    assert two["tokens"] == one.tokens
+    assert two["accepted"] > 20
