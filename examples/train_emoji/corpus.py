@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from examples.train_emoji import train_vq
-from examples.train_emoji.scenes import Scene, SceneMaker
+from examples.train_emoji.scenes import Scene, SceneMaker, is_left_out
 from vllm_sjd_pac.models.emoji.vocabulary import (
     BEGIN_ID,
     BEGIN_IMAGE_ID,
@@ -95,11 +95,13 @@ def save(corpus: Corpus, path: Path) -> None:
 
 
 def load(path: Path) -> Corpus:
-    """Read what :func:`save` wrote."""
+    """Read what :func:`save` wrote, without scenes that have come to be left out since."""
     with np.load(path) as data:
         codes, facts = data["codes"], data["facts"]
     empty = np.empty(0, np.uint8)
-    return Corpus(codes, [Scene(empty, t, c or None, g, p == "1") for t, c, g, p in facts.tolist()])
+    scenes = [Scene(empty, t, c or None, g, p == "1") for t, c, g, p in facts.tolist()]
+    keep = [index for index, scene in enumerate(scenes) if not is_left_out(scene)]
+    return Corpus(codes[keep], [scenes[index] for index in keep])
 
 
 def main() -> None:

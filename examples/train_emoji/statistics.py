@@ -56,22 +56,27 @@ def entropy(path: Path, guidance: float, top_k: int, pictures: int) -> dict[str,
 
 
 def speed(path: Path, method: str, guidance: float, pictures: int) -> dict[str, Any]:
-    """Tokens per forward of one method over ``pictures`` pictures, and how often just one token advances."""
+    """Tokens per forward of one method over ``pictures`` pictures, and how often just one token is committed."""
     make_rule, tree = METHODS[method]
-    per_forward, single = [], []
+    per_forward, forwards, single = [], 0, 0
     for index in range(pictures):
         target = GuidedTarget(path, [README_PROMPTS[index % len(README_PROMPTS)]], guidance)
-        size = target.vocabulary
-        key = torch.tensor([1000 + index])
+        size, key = target.vocabulary, torch.tensor([1000 + index])
         run = simulate(target, 1, LENGTH, make_rule(size), tree, vocab_size=size, keys=key, legal=target.legal)
         per_forward.append(float(run.tokens_per_forward))
-        single.append(float((run.accepted == 1).double().mean()))
+        forwards += int(run.forwards)
+        single += int((run.accepted == 1).sum())
     return {
         "method": method,
         "guidance": guidance,
         "pictures": pictures,
         "tokens_per_forward": mean_and_error(torch.tensor(per_forward)),
-        "forwards_with_one_token": float(np.mean(single)),
+        "all_tokens_by_all_forwards": pictures * LENGTH / forwards,
+        "forwards_with_one_token": single / forwards,
+        "tokens_per_forward_by_prompt": {
+            prompt: round(float(np.mean(per_forward[index :: len(README_PROMPTS)])), 2)
+            for index, prompt in enumerate(README_PROMPTS[:pictures])
+        },
     }
 
 
@@ -81,13 +86,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/emoji/statistics.json"))
     parser.add_argument("--pictures", type=int, default=64)
     parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument("--entropy-pictures", type=int, default=64)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = itertools.product((1.0, 3.0, 5.0), (0, 128))
-    entropies = [entropy(arguments.checkpoint, g, k, arguments.pictures) for g, k in settings]
-    for row in entropies:
-        print(row, flush=True)
+    settings = itertools.product((1.0, 3.0), (0, 128))
+    entropies = []
+    for guidance, top_k in settings:
+        entropies.append(entropy(arguments.checkpoint, guidance, top_k, arguments.entropy_pictures))
+        print(entropies[-1], flush=True)
     speeds = []
     for method in arguments.methods:
         began = time.time()

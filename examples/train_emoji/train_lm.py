@@ -89,7 +89,7 @@ class Training:
 
 
 @torch.no_grad()
-def held_out_loss(model: LanguageModel, held_out: corpora.Corpus, batches: int = 8) -> float:
+def held_out_loss(model: LanguageModel, held_out: corpora.Corpus, batches: int = 4) -> float:
     """Loss in nats per trained-on token on scenes that the model never saw."""
     rng = np.random.default_rng(99)
     return float(np.mean([model(*held_out.batch(16, rng)).item() for _ in range(batches)]))
