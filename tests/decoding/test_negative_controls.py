@@ -79,12 +79,13 @@ class ResidualOfTheLastSibling(RejectionRule):
 
     tried = 2
 
-    def _choose(self, trees, tokens, valid, p, q_rows, ring, uniforms, node, width):
+    def _choose(self, step, node, width):
+        trees = step.trees
         few = dataclasses.replace(trees, ranks=torch.where(trees.ranks < self.tried, trees.ranks, trees.width))
-        chosen, _ = super()._choose(few, tokens, valid, p, q_rows, ring, uniforms, node, min(width, self.tried))
-        all_rejected = uniforms.clone()
-        all_rejected[:, 1:] = 2.0  # no candidate passes
-        _, drawn = super()._choose(trees, tokens, valid, p, q_rows, ring, all_rejected, node, width)
+        chosen, _ = super()._choose(dataclasses.replace(step, trees=few), node, min(width, self.tried))
+        all_rejected = step.uniforms.clone()
+        all_rejected[:, 2:] = 2.0  # no sibling passes
+        _, drawn = super()._choose(dataclasses.replace(step, uniforms=all_rejected), node, width)
         return chosen, drawn
 
 
@@ -95,10 +96,12 @@ class RepeatingSiblings(RejectionRule):
         right = super()._branch(trees, plan, state, drafts)
         return None if right is None else torch.randint(state.pool.vocab_size, right.shape)
 
-    def _choose(self, trees, tokens, valid, p, q_rows, ring, uniforms, node, width):
+    def _choose(self, step, node, width):
+        trees, tokens, valid = step.trees, step.tokens, step.valid
         each = torch.arange(node.shape[0])
         depth = trees.depths[each, node]
-        q, u, chosen = q_rows[ring[each, depth]], uniforms[each, :, depth], torch.full_like(node, -1)
+        p, chosen = step.laws[each, node], torch.full_like(node, -1)
+        q, u = step.q_rows[step.ring[each, depth]], step.uniforms[each, :, depth]
         for k in range(width):
             mine = (trees.parents == node.unsqueeze(1)) & valid & (trees.ranks == k)
             child, exists = mine.long().argmax(1), mine.any(1) & (chosen < 0)

@@ -81,7 +81,7 @@ def reference_decode(
                 token = int((laws[node].log() + noise(j)).argmax())
                 accepted = next((v for v in children if nodes[v] == token), None)
             else:
-                p, q = laws[node], law.get(j, laws[node])
+                p, q = laws[node], law.get(j, laws[node])  # no law: nothing is drafted at j
                 for v in children:
                     x = nodes[v]
                     if q[x] == 0:  # repeats an earlier candidate: there were fewer than planned
@@ -91,7 +91,12 @@ def reference_decode(
                         break
                     p, q = residual(p, q), without(q, x)
                 else:
-                    token = sample(p)
+                    token = -1
+                    if not children and j in draft and mode in ("ac", "pac"):
+                        # A leaf: the window's own draft is kept if it passes (adaptive continuation).
+                        token = draft[j] if uniform() * q[draft[j]] < p[draft[j]] else sample(residual(p, q))
+                    if token < 0:
+                        token = sample(p)
             out.append(token)
             if accepted is None:
                 break

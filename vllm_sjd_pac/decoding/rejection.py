@@ -7,6 +7,8 @@ were not reached are coupled to their newer law and usually kept (adaptive conti
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,21 @@ from vllm_sjd_pac.decoding.state import WindowState
 from vllm_sjd_pac.decoding.tree import TreeBatch
 
 _VERIFY, _CONTINUE, _BRANCH = 0, 1, 2  # streams of random numbers
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one verification works on: ``laws`` [B, N, V]; ``q_rows`` [slots * R, V] and ``ring`` [B, M+1] into it;
+    ``uniforms`` [B, 1 + K, R]; ``drafts`` [B, M+1], the window's main drafts."""
+
+    trees: TreeBatch
+    tokens: Tensor
+    valid: Tensor
+    laws: Tensor
+    q_rows: Tensor
+    ring: Tensor
+    uniforms: Tensor
+    drafts: Tensor
 
 
 class RejectionRule(AcceptanceRule):
@@ -68,6 +85,7 @@ class RejectionRule(AcceptanceRule):
         laws = rows.softmax(-1)
         uniforms = self._uniforms(state, _VERIFY, trees.width + 1)  # the last draw, then one test per rank
         q_rows, ring = state.flat("estimates"), state.ring_grid(depth + 1)
+        step = _Step(trees, tokens, valid, laws, q_rows, ring, uniforms, self._held_drafts(state, ring))
 
         # First candidates everywhere at once: does node v follow its parent?
         column = tokens.clamp(min=0)
@@ -88,7 +106,7 @@ class RejectionRule(AcceptanceRule):
         token = torch.zeros_like(node)
         for level in range(trees.branch_levels + 1):
             width = trees.width if level < trees.branch_levels else 1  # no siblings hang below the last level
-            child, drawn = self._choose(trees, tokens, valid, laws[each, node], q_rows, ring, uniforms, node, width)
+            child, drawn = self._choose(step, node, width)
             token = torch.where(walking & (child < 0), drawn, token)
             walking = walking & (child >= 0)
             node = torch.where(walking, end[each, child], node)
@@ -105,48 +123,55 @@ class RejectionRule(AcceptanceRule):
         state.commit(counts)
         return Verdict(committed, counts, kept, path, laws, freshest_line(trees, node))
 
-    def _choose(
-        self,
-        trees: TreeBatch,
-        tokens: Tensor,
-        valid: Tensor,
-        p: Tensor,
-        q_rows: Tensor,
-        ring: Tensor,
-        uniforms: Tensor,
-        node: Tensor,
-        width: int,
-    ) -> tuple[Tensor, Tensor]:
+    def _choose(self, step: _Step, node: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """At ``node`` [B], whose first candidate (if any) was rejected: the accepted sibling's node [B], -1 = none,
-        and the token [B] drawn where there is none. ``p`` [B, V]: the row of ``node``."""
+        and the token [B] drawn where there is none."""
+        trees = step.trees
         each = torch.arange(node.shape[0], device=node.device)
         depth = trees.depths[each, node]
-        here = torch.arange(trees.nodes, device=node.device).expand_as(tokens)
-        mine = (trees.parents == node.unsqueeze(1)) & valid
+        here = torch.arange(trees.nodes, device=node.device).expand_as(step.tokens)
+        mine = (trees.parents == node.unsqueeze(1)) & step.valid
         children = torch.full((node.shape[0], width + 1), -1, dtype=torch.long, device=node.device)
         children = children.scatter_(1, torch.where(mine, trees.ranks, width).clamp_(max=width), here)[:, :width]
-        candidates = torch.where(children >= 0, tokens.gather(1, children.clamp(min=0)), 0)
-        q = q_rows[ring[each, depth]]
-        u = uniforms[each, :, depth]
+        candidates = torch.where(children >= 0, step.tokens.gather(1, children.clamp(min=0)), 0)
+        p, q, u = step.laws[each, node], step.q_rows[step.ring[each, depth]], step.uniforms[each, :, depth]
+
+        # A leaf has no candidate, but the window has a draft for its position: keep it if the test lets us (adaptive
+        # continuation). It is committed either way, and a kept draft spoils none of the drafts behind it.
+        draft = step.drafts[each, depth]
+        leaf = (children[:, 0] < 0) & (draft >= 0)
+        candidates[:, 0] = torch.where(leaf, draft, candidates[:, 0])
+        kept_draft = leaf
         chosen = torch.full_like(node, -1)
         for k in range(width if self.candidates == "recursive" else 1):
             candidate = candidates[:, k : k + 1]
             q_x, p_x = q.gather(1, candidate).squeeze(1), p.gather(1, candidate).squeeze(1)
             tested = (children[:, k] >= 0) & (chosen < 0) & (q_x > 0)  # q(x) = 0: fewer candidates exist than planned
+            passed = u[:, k + 1] * q_x < p_x
             if k:
-                accepted = tested & (u[:, k + 1] * q_x < p_x)
-                chosen = torch.where(accepted, children[:, k], chosen)
-                tested = tested & ~accepted
+                chosen = torch.where(tested & passed, children[:, k], chosen)
+                tested = tested & ~passed
+            else:
+                kept_draft = leaf & passed
+                tested = tested | (leaf & ~passed)
             if _nobody(tested):
                 continue
             tested = tested.unsqueeze(1)
             p = torch.where(tested, residual(p, q), p)
             q = torch.where(tested, without(q, candidate), q)
-        drawn = draw(p, u[:, 0])
+        drawn = torch.where(kept_draft, draft, draw(p, u[:, 0]))
         if self.candidates == "residual" and width > 1:
             equal = (candidates[:, 1:] == drawn.unsqueeze(1)) & (children[:, 1:] >= 0)
             chosen = torch.where(equal.any(1), children[each, 1 + equal.long().argmax(1)], chosen)
         return chosen, drawn
+
+    def _held_drafts(self, state: WindowState, ring: Tensor) -> Tensor:
+        """Main drafts long [B, M+1] of the window, -1 where there is none or the mode continues nothing."""
+        if self.mode not in ("ac", "pac"):
+            return torch.full_like(ring, -1)
+        offsets = torch.arange(ring.shape[1], device=ring.device)
+        drafts = state.flat("drafts")[ring, 0]
+        return drafts.masked_fill_(offsets >= state.length.unsqueeze(1), -1)
 
     def _uniforms(self, state: WindowState, stream: int, kinds: int) -> Tensor:
         """float64 [B, kinds, R]: a number of each kind for each depth, the same whatever the rest of the batch is."""
