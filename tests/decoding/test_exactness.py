@@ -89,12 +89,12 @@ def test_rejection_chain_follows_the_law(mode, tree, toy, proposal):
 def test_rejection_trees_follow_the_law(mode, tree, toy, proposal):
     p, events, _ = decode(toy, tree, mode=mode, proposal=proposal)
     assert p > LEAST_P
-    for rank in range(1, tree.width):
+    for rank in range(1, min(tree.width, toy.vocab)):
         assert events[f"sibling {rank} accepted"] > 100
     if tree.branch_height > 1:
         assert events["went on behind a sibling"] > 100
         # Where the siblings are all the other tokens, one of them is always accepted and no row is left over.
-        assert events["row of the accepted branch"] > 100 or tree.width == toy.vocab
+        assert events["row of the accepted branch"] > 100 or tree.width >= toy.vocab
     assert events["draft redrawn"] > 1000
     assert events["draft kept"] > 1000
 

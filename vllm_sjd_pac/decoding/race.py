@@ -27,8 +27,9 @@ from vllm_sjd_pac.decoding.tree import TreeBatch
 class RaceRule(AcceptanceRule):
     """Exact for one seed: the same tokens with speculation on, off, or changed halfway.
 
-    ``smoothing``: λ in [0, 1): estimates are (1 - λ)·row + λ·previous estimate; 0 keeps no estimate rows.
-    ``memory``: how many earlier main drafts of a position stand as siblings (0 = none).
+    ``smoothing``: λ in [0, 1): estimates are (1 - λ)·row + λ·previous estimate, of logits; 0 keeps no estimate rows.
+    ``memory``: how many earlier main drafts of a position are preferred as siblings (0 = none); ``memory_bonus``: by
+    how much, in logits.
     ``keep_noise``: hold the window's noise rows in the pool; else the source is asked again in every step.
     Modes: adaptive continuation is inherent, so ``sjd`` = ``ac`` (chains) and ``pd`` = ``pac`` (trees).
     """
@@ -42,6 +43,7 @@ class RaceRule(AcceptanceRule):
         *,
         smoothing: float = 0.25,
         memory: int = 4,
+        memory_bonus: float = 4.0,
         keep_noise: bool = True,
         proposal: Proposal | None = None,
     ) -> None:
@@ -52,8 +54,7 @@ class RaceRule(AcceptanceRule):
         self.mode = self.check_mode(mode)
         self.noise, self.smoothing, self.memory, self.proposal = noise, smoothing, int(memory), proposal
         self.keeps_estimates, self.keeps_noise = smoothing > 0, keep_noise
-        self.memory_bonus = 4.0
-        self.mixing = "logits"
+        self.memory_bonus = memory_bonus
 
     # -- verify ---------------------------------------------------------------------------------------------
 
@@ -128,12 +129,12 @@ class RaceRule(AcceptanceRule):
         if not self.keeps_estimates:
             return fresh
         estimates = state.flat("estimates")
-        if self.mixing == "laws":
-            fresh = fresh.softmax(-1)
-        previous = estimates.index_select(0, plan.ring[: plan.refined])
-        fresh[: plan.refined].mul_(1 - self.smoothing).add_(previous, alpha=self.smoothing)
+        refined, previous = fresh[: plan.refined], estimates.index_select(0, plan.ring[: plan.refined])
+        # A token that was cut off (top-k) and is allowed again counts with its fresh value; else -inf would stay.
+        previous = torch.where(previous == float("-inf"), refined, previous)
+        refined.mul_(1 - self.smoothing).add_(previous, alpha=self.smoothing)
         estimates.index_copy_(0, plan.ring[: plan.continued], fresh)
-        return fresh.log() if self.mixing == "laws" else fresh
+        return fresh
 
     def _remember(self, plan: WindowPlan, state: WindowState, drafts: Tensor) -> Tensor:
         """Main drafts long [T, 1+H] of each position, newest first, -1 = none; brought up to date."""
