@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.sjd_pac.serving")  # below "vllm", whose handlers it then uses
 
 
 class ImagesEndpoint:

@@ -23,7 +23,7 @@ _OTHER_METHODS = ["GET", "HEAD", "PUT", "PATCH", "DELETE"]
 _CLIENT_CLOSED = 499
 
 router = APIRouter()
-logger = init_logger(__name__)
+logger = init_logger("vllm.sjd_pac.serving")  # below "vllm", whose handlers it then uses
 
 
 @router.post(PATH)

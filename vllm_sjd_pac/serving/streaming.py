@@ -18,7 +18,7 @@ from vllm_sjd_pac.serving.images import ImageService, Job, Progress
 
 MEDIA_TYPE = "text/event-stream"
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.sjd_pac.serving")  # below "vllm", whose handlers it then uses
 
 
 async def events(service: ImageService, job: Job) -> AsyncGenerator[str]:
