@@ -10,6 +10,7 @@ import pytest
 
 from vllm_sjd_pac.config import SJDPACConfig
 from vllm_sjd_pac.engine import arguments, compat
+from vllm_sjd_pac.models.emoji import checkpoint_path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +26,7 @@ def parse(*words: str) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return EngineArgs.from_cli_args(parser.parse_args(["--model", "m", *words]))
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", str(checkpoint_path()), *words]))
 
 
 def options_after(engine_args: Any) -> SJDPACConfig:
