@@ -60,6 +60,7 @@ class VQDecoder(nn.Module):
 
     def __init__(self, codebook_size: int, dimension: int, channels: tuple[int, int, int]):
         super().__init__()
+        self.codebook: Tensor
         self.register_buffer("codebook", torch.zeros(codebook_size, dimension))
         self.decoder = Decoder(dimension, channels)
 
@@ -72,7 +73,7 @@ class PixelDecoder:
     """Turns image codes into pictures; loads from the ``vq`` folder of a checkpoint."""
 
     def __init__(self, model: VQDecoder):
-        self.model = model.float().eval().requires_grad_(False).to(memory_format=torch.channels_last)
+        self.model = model.float().eval().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @classmethod
     def from_checkpoint(cls, path: str | Path) -> PixelDecoder:
