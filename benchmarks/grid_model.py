@@ -32,7 +32,7 @@ class GridShape:
     up_left: float = 0.05
     up_right: float = 0.12
     group: float = 0.45
-    roughness: float = 0.65
+    roughness: float = 0.72
     sharpness: float = 1.85
     dim: int = 48
 

@@ -30,7 +30,6 @@ from vllm_sjd_pac.decoding import (
     RaceRule,
     RejectionRule,
     Simulation,
-    default_tree,
     simulate,
 )
 
@@ -54,7 +53,7 @@ Setting = tuple[Callable[[int], AcceptanceRule], DraftTree]
 
 def settings(nodes: int) -> dict[str, Setting]:
     """Name -> (rule for a vocabulary size, tree)."""
-    chain, best = DraftTree.chain(nodes), default_tree(nodes)
+    chain = DraftTree.chain(nodes)
     paper = DraftTree.full(nodes, 3, 3) if nodes >= 16 else chain
     result: dict[str, Setting] = {
         f"rejection, {mode}, chain": (lambda vocab, mode=mode: RejectionRule(mode), chain) for mode in ("sjd", "ac")
@@ -63,24 +62,26 @@ def settings(nodes: int) -> dict[str, Setting]:
         result[f"rejection, {mode}, full 3.3"] = (lambda vocab, mode=mode: RejectionRule(mode), paper)
     if nodes >= 32:
         result["rejection, pac, full 4.4"] = (lambda vocab: RejectionRule("pac"), DraftTree.full(nodes, 4, 3))
-    result["rejection, pac, default comb"] = (lambda vocab: RejectionRule("pac"), best)
-    result["rejection, pac, default comb, residual draw"] = (
+    result["rejection, pac, full 3.3, residual draw"] = (
         lambda vocab: RejectionRule("pac", candidates="residual"),
-        best,
+        paper,
     )
-    result["rejection, pac, default comb, λ=.25"] = (lambda vocab: RejectionRule("pac", smoothing=0.25), best)
+    result["rejection, pac, full 3.3, λ=.25"] = (lambda vocab: RejectionRule("pac", smoothing=0.25), paper)
 
     def race(**options: float) -> Callable[[int], AcceptanceRule]:
         return lambda vocab: RaceRule(CounterNoise(vocab), **options)  # type: ignore[arg-type]
 
     bare = race(smoothing=0.0, memory=0)
     result["race, chain"] = (bare, chain)
-    result["race, full 3.3"] = (bare, paper)
-    result["race, default comb"] = (bare, best)
-    result["race, default comb + memory"] = (race(smoothing=0.0), best)
-    result["race, default comb + memory + λ=.25"] = (race(smoothing=0.25), best)
     if nodes >= 48:
-        result["race, comb 1t10 + memory"] = (race(smoothing=0.0), DraftTree.comb(nodes, (1,), tail=10))
+        wide, thin = DraftTree.comb(nodes, (8, 4, 4, 2)), DraftTree.comb(nodes, (4, 2, 2))
+        result["rejection, pac, comb 8.4.4.2"] = (lambda vocab: RejectionRule("pac"), wide)
+        result["rejection, pac, comb 4.2.2"] = (lambda vocab: RejectionRule("pac"), thin)
+        for smoothing in (0.0, 0.25):
+            note = f", λ={smoothing}" if smoothing else ""
+            result[f"race, comb 8.4.4.2 + memory{note}"] = (race(smoothing=smoothing), wide)
+            result[f"race, comb 4.2.2 + memory{note}"] = (race(smoothing=smoothing), thin)
+            result[f"race, full 3.3 + memory{note}"] = (race(smoothing=smoothing), paper)
         result["race, comb 4.2.2t1 + memory"] = (race(smoothing=0.0), DraftTree.comb(nodes, (4, 2, 2), tail=1))
     return result
 

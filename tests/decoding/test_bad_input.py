@@ -14,6 +14,7 @@ from vllm_sjd_pac.decoding import (
     RejectionRule,
     TreeBatch,
     WindowPool,
+    default_tree,
     jacobi_decode,
 )
 
@@ -79,6 +80,7 @@ def test_what_the_target_returns_is_checked(value, message, rule):
         (lambda: DraftTree((-1, 0, 2), 1), "parents: node 2 has parent 2"),
         (lambda: DraftTree((-1, 0, 0), 2), "parents: nodes 1..2 must be the main chain"),
         (lambda: DraftTree((-1, 0, 0, 2), 1), "parents: a branch reaches depth 2"),
+        (lambda: default_tree(64, "greedy"), "rule: expected one of race, rejection"),
         (lambda: TreeBatch.stack([]), "trees: give at least one"),
         (lambda: RejectionRule("fast"), "mode: expected one of"),
         (lambda: RejectionRule(candidates="best"), "candidates: expected 'recursive' or 'residual'"),

@@ -55,12 +55,12 @@ def jacobi_decode(
     ``rule``: "race" (same tokens as ``mode="ar"`` from the same generator state, whatever the tree) or "rejection"
     (same law). ``mode``: "pac", "pd" (trees), "ac", "sjd" (as many nodes in a chain), "ar" (one token a call).
     ``proposal``: law of the drafts that enter the window: "uniform", or positions long [n] -> weights [n, V] or [V].
-    ``memory``, ``smoothing``: drafting of `race`; `rejection` ignores them. ``tree``: default `default_tree(64)`.
+    ``memory``, ``smoothing``: drafting of `race`; `rejection` ignores them. ``tree``: default `default_tree(64, rule)`.
     Raises ValueError naming the argument where an argument, or what ``target`` returns, cannot be used.
     """
     prefix = torch.as_tensor(prompt, dtype=torch.long).flatten()
     _check(prefix, num_tokens, vocab_size, rule, mode, tree, proposal, smoothing)
-    tree = tree or default_tree(64)
+    tree = tree or default_tree(64, rule)
     if mode in ("ac", "sjd", "ar"):
         tree = DraftTree.chain(1 if mode == "ar" else tree.num_nodes)
     tree = tree.limit_depth(num_tokens - 1)

@@ -269,10 +269,15 @@ class TreeBatch:
         return self.parents.shape[1]
 
 
-def default_tree(nodes: int = 64) -> DraftTree:
-    """The best measured tree of this many nodes (see docs/decoding.md)."""
+def default_tree(nodes: int = 64, rule: str = "race") -> DraftTree:
+    """A tree of this many nodes that measured well (docs/decoding.md): a thin comb for `race`, the paper's tree for
+    `rejection`. A long main chain matters more than many siblings: drafts need several passes to settle."""
     _check_int("nodes", nodes, 1)
-    for least, siblings in ((40, (8, 4, 4, 2)), (20, (4, 2, 2)), (10, (2, 1))):
+    if rule not in ("race", "rejection"):
+        raise ValueError(f"rule: expected one of race, rejection, got {rule!r}")
+    if rule == "rejection" and nodes >= 32:
+        return DraftTree.full(nodes, width=3, depth=3)
+    for least, siblings in ((32, (4, 2, 2)), (16, (2, 1)), (8, (1,))):
         if nodes >= least:
             return DraftTree.comb(nodes, siblings)
     return DraftTree.chain(nodes)
