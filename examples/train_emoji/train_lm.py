@@ -25,7 +25,7 @@ from examples.train_emoji.muon import Muon
 class LMSchedule:
     """How long, how fast."""
 
-    steps: int = 2700
+    steps: int = 2060
     decay_start: int = 1300
     warm_up: int = 30
     batch: int = 16
