@@ -34,8 +34,8 @@ SHAPES = [(1, 64, 1280), (16, 64, 1280), (8, 64, 8192)]
 def rules(vocab: int) -> dict[str, AcceptanceRule]:
     return {
         "race": RaceRule(CounterNoise(vocab)),
-        "race, no smoothing": RaceRule(CounterNoise(vocab), smoothing=0.0),
-        "race, noise asked again": RaceRule(CounterNoise(vocab), smoothing=0.0, keep_noise=False),
+        "race, λ=.25": RaceRule(CounterNoise(vocab), smoothing=0.25),
+        "race, noise asked again": RaceRule(CounterNoise(vocab), keep_noise=False),
         "rejection": RejectionRule(),
         "rejection, residual": RejectionRule(candidates="residual"),
     }

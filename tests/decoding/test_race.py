@@ -65,13 +65,13 @@ def test_counter_noise_follows_the_law(toy):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"smoothing": 0.25},
         {"mode": "ac"},
         {"smoothing": 0.0, "memory": 0},
         {"smoothing": 0.6, "keep_noise": False},
         {"proposal": lambda positions: torch.tensor([1.0, 2.0, 0.5])},
     ],
-    ids=["default", "ac", "bare", "noise asked again", "proposal"],
+    ids=["smoothed", "ac", "bare", "noise asked again", "proposal"],
 )
 def test_tokens_equal_plain_sampling(tree, options):
     for toy in TOYS:

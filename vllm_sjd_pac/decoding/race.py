@@ -41,7 +41,7 @@ class RaceRule(AcceptanceRule):
         noise: NoiseSource,
         mode: str = "pac",
         *,
-        smoothing: float = 0.25,
+        smoothing: float = 0.0,
         memory: int = 4,
         memory_bonus: float = 4.0,
         keep_noise: bool = True,
