@@ -58,7 +58,8 @@ async def run(
     tally = Tally()
     pending = iter(range(requests))
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=concurrency)
+    # A new connection per request: on a reused one, the server's keep-alive time-out could look like a failure.
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=0)
 
     async def worker(client: httpx.AsyncClient) -> None:
         for number in pending:
