@@ -64,7 +64,7 @@ class SJDPACConfig:
         choices=("uniform",),
     )
     memory: bool = _option(True, "race only: earlier values of a position come back as siblings")
-    smoothing: float = _option(0.25, "race only: share of the older estimate that drafts keep", allowed="0 to 0.95")
+    smoothing: float = _option(0.0, "race only: share of the older estimate that drafts keep", allowed="0 to 0.95")
     adaptive_window: bool = _option(True, "shrink the window under load, from measured step times")
     attention: str = _option(
         "auto",

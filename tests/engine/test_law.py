@@ -16,7 +16,13 @@ from tests.engine.conftest import Request, Run, build_engine, run_requests
 
 CODES, LENGTH, SEQUENCES = 4, 4, 6000
 PROMPT = tiny_model.prompt("red", "sea")
-OPTIONS = {"model": "sjd_pac", "acceptance": "rejection", "tree": "full:3.3", "num_speculative_tokens": 14}
+OPTIONS = {
+    "model": "sjd_pac",
+    "acceptance": "rejection",
+    "tree": "full:3.3",
+    "num_speculative_tokens": 14,
+    "adaptive_window": False,
+}
 ALPHA = 1e-4
 
 

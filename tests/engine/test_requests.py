@@ -61,6 +61,20 @@ def test_text_runs_as_plain_text(engine: Any, plain: Any) -> None:
     assert sum(ours.accepted[0]) == 0
 
 
+def test_text_has_a_top_k_of_its_own(engine: Any) -> None:
+    prompt = [tiny_model.BOS, 6, 7]  # no begin-of-image
+    text = params(ignore_eos=True, max_tokens=12, extra_args={"text_top_k": 1})
+    greedy = {**text, "temperature": 0.0, "extra_args": {}}
+    first, second, free = (
+        run_requests(engine, [Request(prompt, p)]).tokens for p in (text, greedy, {**text, "extra_args": {}})
+    )
+    assert first == second != free
+    image = [
+        run_requests(engine, [Request(PROMPT, params(**e))]).tokens for e in ({}, {"extra_args": {"text_top_k": 1}})
+    ]
+    assert image[0] == image[1]
+
+
 def test_equal_negative_prompts_hit_the_prefix_cache(engine: Any) -> None:
     def hits() -> int:
         return sum(int(m.value) for m in engine.get_metrics() if m.name == "vllm:prefix_cache_hits")

@@ -3,6 +3,7 @@
 Extra arguments (``SamplingParams.extra_args`` offline, ``vllm_xargs`` over HTTP):
 
 * ``guidance_scale`` (number, 0–20; default 1 = off): classifier-free guidance, ``l_u + s · (l_c − l_u)`` on the logits.
+* ``text_top_k`` (whole number, 1 or more): top-k of tokens outside images; ``top_k`` itself then holds for images.
 * ``negative_token_ids`` (list of token ids): the twin's prompt; default: the family's unconditional prompt.
 """
 
@@ -74,6 +75,9 @@ def check_sampling_params(params: Any, model_config: Any) -> None:
             refuse("negative_token_ids", list(negative), "only together with a guidance_scale other than 1")
     if scale != 1.0 and params.prompt_logprobs is not None:
         refuse("prompt_logprobs", params.prompt_logprobs, "nothing, when guidance_scale is not 1")
+    text_top_k = extra.get("text_top_k", 1)
+    if isinstance(text_top_k, bool) or not isinstance(text_top_k, int) or text_top_k < 1:
+        refuse("text_top_k", text_top_k, "a whole number of at least 1")
     if params.trace_decode_token_ids is not None:
         refuse("trace_decode_token_ids", params.trace_decode_token_ids, "nothing, with speculative decoding")
     if params.structured_outputs is not None and scale != 1.0:

@@ -257,6 +257,9 @@ class JacobiRunnerMixin:
             if state.layout is not None:
                 position = int(batch.num_tokens_no_spec[index]) - state.segment_start
                 rows[index] = self.sjd_sampler.mask_row(rows[index], state.layout, position)
+            elif state.text_top_k is not None:
+                least = rows[index].topk(min(state.text_top_k, rows.shape[1])).values[-1]
+                rows[index] = rows[index].masked_fill(rows[index] < least, float("-inf"))
         members = set(plain)
         metadata = dataclasses.replace(
             batch.sampling_metadata, generators={i: g for i, g in batch.generators.items() if i in members}

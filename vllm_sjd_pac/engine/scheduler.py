@@ -18,7 +18,7 @@ from vllm_sjd_pac.engine.requests import guidance_of
 from vllm_sjd_pac.engine.twins import TWINS_STATISTIC, TwinBook, make_twin
 from vllm_sjd_pac.models.family import find_family
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.sjd_pac.scheduler")  # below vLLM's own logger, so that its level and format hold
 
 
 class GuidedScheduler(Scheduler):

@@ -20,6 +20,7 @@ class RequestState:
     Attributes:
         layout, segment_start: the open image segment, and the index of its position 0 among all tokens; None outside.
         draftable: whether the request's sampling parameters are ones that the tree sampler applies itself.
+        text_top_k: top-k of tokens outside image segments, or None.
         slot: window slot in the pool, or None before the first step in a segment; key: its stream of random integers.
         tree: the tree whose node tokens the scheduler holds for the next step.
     """
@@ -32,6 +33,7 @@ class RequestState:
     layout: ImageLayout | None = None
     segment_start: int = 0
     draftable: bool = False
+    text_top_k: int | None = None
     slot: int | None = None
     key: int | None = None
     tree: DraftTree = field(default=ROOT_ONLY)
@@ -48,6 +50,7 @@ class RequestState:
             guidance=guidance_of(params),
             owner_id=((params.extra_args or {}).get(OWNER_KEY) if params is not None else None),
             draftable=is_draftable(params),
+            text_top_k=(params.extra_args or {}).get("text_top_k") if params is not None else None,
         )
         if state.owner_id is None:
             state.open_segment(prompt, family)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 
 from vllm_sjd_pac.config import SJDPACConfig
-from vllm_sjd_pac.decoding import DraftTree
-
-_LARGE_COMB, _SMALL_COMB = (8, 4, 4, 2), (4, 2, 2)
-_MIN_NODES_FOR_LARGE_COMB = 48
+from vllm_sjd_pac.decoding import DraftTree, default_tree
 
 
-def parse_tree(text: str, nodes: int) -> DraftTree:
+def parse_tree(text: str, nodes: int, rule: str) -> DraftTree:
     """A tree of `nodes` nodes (root included) from its option text; see `SJDPACConfig.tree`.
+
+    ``comb`` without a shape is the tree that measured best for `rule` and the node budget (docs/decoding.md).
 
     Raises:
         ValueError: the tree does not fit into `nodes`; the message names the option.
@@ -25,7 +24,7 @@ def parse_tree(text: str, nodes: int) -> DraftTree:
             width, depth = (int(part) for part in (shape or "3.3").split("."))
             return DraftTree.full(nodes, width, depth)
         if not shape:
-            return default_comb(nodes)
+            return default_tree(nodes, rule)
         match = re.fullmatch(r"([\d.]+)(?:t(\d+))?", shape)
         assert match is not None  # SJDPACConfig checked the form
         siblings = tuple(int(part) for part in match[1].split("."))
@@ -34,15 +33,6 @@ def parse_tree(text: str, nodes: int) -> DraftTree:
         raise ValueError(
             f"sjd_pac: tree={text!r} with num_speculative_tokens={nodes - 1} is not allowed: {error}"
         ) from None
-
-
-def default_comb(nodes: int) -> DraftTree:
-    """The best comb measured for a node budget (see docs/decoding.md); a chain where no comb pays."""
-    if nodes >= _MIN_NODES_FOR_LARGE_COMB:
-        return DraftTree.comb(nodes, _LARGE_COMB)
-    if nodes >= 2 * sum(_SMALL_COMB):
-        return DraftTree.comb(nodes, _SMALL_COMB)
-    return DraftTree.chain(nodes)
 
 
 class TreeChooser:
@@ -60,7 +50,7 @@ class TreeChooser:
 
     def _build(self, nodes: int) -> DraftTree:
         branching = self.options.mode in ("pd", "pac")
-        tree = parse_tree(self.options.tree, nodes) if branching else DraftTree.chain(nodes)
+        tree = parse_tree(self.options.tree, nodes, self.options.acceptance) if branching else DraftTree.chain(nodes)
         return tree if self.options.window is None else tree.limit_depth(self.options.window)
 
     def choose(self, room: int, nodes: int | None = None) -> DraftTree:

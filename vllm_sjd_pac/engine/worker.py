@@ -20,7 +20,7 @@ from vllm_sjd_pac.engine.attention.virtual import scratch_per_tree
 from vllm_sjd_pac.engine.runner import JacobiRunnerMixin
 from vllm_sjd_pac.engine.trees import TreeChooser
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.sjd_pac.worker")  # below vLLM's own logger, so that its level and format hold
 
 _SCRATCH_SEQUENCES = 4
 
