@@ -7,7 +7,6 @@ runner is what the tests run; the GPU runner takes the same path and has not bee
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from vllm_sjd_pac.engine.arguments import options_of
 from vllm_sjd_pac.engine.attention.interface import RequestTree, TreeStep, set_tree_step
 from vllm_sjd_pac.engine.attention.virtual import scratch_per_tree
 from vllm_sjd_pac.engine.noise import derived_seed
+from vllm_sjd_pac.engine.ranks import compare_ranks
 from vllm_sjd_pac.engine.report import StepReport
 from vllm_sjd_pac.engine.rows import Columns, combine_guidance
 from vllm_sjd_pac.engine.sampler import TreeBatchInput, TreeRejectionSampler, node_index
@@ -36,22 +36,6 @@ _MISSING = -1
 def branch_positions(root_position: int, tree: DraftTree) -> list[int]:
     """Position of every node for the network: the root's plus the depth in the tree."""
     return [root_position + depth for depth in tree.depths]
-
-
-def compare_ranks(drafts: list[list[int]]) -> None:
-    """Debugging: all tensor-parallel ranks must hold the same drafts.
-
-    Raises:
-        RuntimeError: they differ.
-    """
-    from vllm.distributed import get_tp_group
-
-    group = get_tp_group()
-    digest = int.from_bytes(hashlib.blake2b(repr(drafts).encode(), digest_size=8).digest(), "little") >> 1
-    gathered = [torch.zeros(1, dtype=torch.long) for _ in range(group.world_size)]
-    torch.distributed.all_gather(gathered, torch.tensor([digest]), group=group.cpu_group)
-    if len({int(value) for value in gathered}) > 1:
-        raise RuntimeError(f"sjd_pac: rank {group.rank_in_group} holds other drafts than its peers")
 
 
 @dataclasses.dataclass
