@@ -19,7 +19,7 @@ def main(model: str, output: str) -> None:
     llm = LLM(
         model, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16, block_size=32, seed=0,
         tensor_parallel_size=2, distributed_executor_backend="mp",
-        speculative_config={"model": "sjd_pac", "verify_ranks": True},
+        speculative_config={"model": "sjd_pac", "verify_ranks": True, "adaptive_window": False},
     )  # fmt: skip
     prompts = [TokensPrompt(prompt_token_ids=request.prompt) for request in requests]
     outputs = llm.generate(prompts, [SamplingParams(**request.params) for request in requests], use_tqdm=False)
