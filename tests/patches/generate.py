@@ -14,7 +14,8 @@ import tests.conftest  # noqa: F401  (settings of the process, before vLLM is im
 from tests import tiny_model
 from tests.engine.conftest import Request, build_engine, mixed_requests, run_requests
 
-METHOD = {"model": "sjd_pac", "num_speculative_tokens": 15}
+# A fixed window: acceptances are compared, and must not depend on the clock.
+METHOD = {"model": "sjd_pac", "num_speculative_tokens": 15, "adaptive_window": False}
 
 
 @contextmanager
