@@ -72,6 +72,9 @@ class SJDPACConfig:
         "'xformers' (both on GPUs), or 'auto' (virtual)",
         choices=("auto", "virtual", "triton", "xformers"),
     )
+    ray_wait: float = _option(
+        120.0, "Ray: seconds to wait until the cluster has enough CPUs or GPUs", allowed="1 to 86400"
+    )
     verify_ranks: bool = _option(False, "debugging: compare the drafts of all tensor-parallel ranks in every step")
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class SJDPACConfig:
             self._check_type(option.name, getattr(self, option.name), option.metadata["choices"])
         self._require(1 <= self.num_speculative_tokens <= 512, "num_speculative_tokens")
         self._require(0.0 <= self.smoothing <= 0.95, "smoothing")
+        self._require(1.0 <= self.ray_wait <= 86400.0, "ray_wait")
         self._require(_TREE.fullmatch(self.tree) is not None, "tree")
         if self.window is not None:
             self._require(1 <= self.window <= self.num_speculative_tokens, "window")

@@ -53,7 +53,7 @@ def test_every_option_has_a_flag() -> None:
         "--speculative-model", "sjd_pac", "--sjd-pac-tree", "full:3.3", "--sjd-pac-window", "20",
         "--sjd-pac-proposal", "uniform",
         "--no-sjd-pac-adaptive-window", "--sjd-pac-attention", "virtual", "--sjd-pac-verify-ranks",
-        "--num-speculative-tokens", "40",
+        "--num-speculative-tokens", "40", "--sjd-pac-ray-wait", "30",
     ]  # fmt: skip
     wanted = SJDPACConfig(
         tree="full:3.3",
@@ -62,6 +62,7 @@ def test_every_option_has_a_flag() -> None:
         adaptive_window=False,
         attention="virtual",
         verify_ranks=True,
+        ray_wait=30.0,
     )
     rejection = parse(*common, "--sjd-pac-acceptance", "rejection", "--sjd-pac-mode", "pd")
     assert options_after(rejection) == dataclasses.replace(wanted, acceptance="rejection", mode="pd")
@@ -80,6 +81,7 @@ def test_every_option_has_a_flag() -> None:
         (["--speculative-model", "sjd_pac", "--sjd-pac-tree", "bush"], "comb"),
         (["--speculative-model", "sjd_pac", "--sjd-pac-smoothing", "2"], "0 to 0.95"),
         (["--speculative-model", "sjd_pac", "--sjd-pac-window", "many"], "not a number"),
+        (["--speculative-model", "sjd_pac", "--sjd-pac-ray-wait", "0"], "1 to 86400"),
         (["--speculative-model", "sjd_pac", "--num-speculative-tokens", "0"], "1 to 512"),
         (["--speculative-model", "sjd_pac", "--sjd-pac-window", "64"], "1 to num_speculative_tokens"),
         (["--speculative-model", "sjd_pac", "--sjd-pac-tree", "full:4.4"], "at least 85 nodes"),
@@ -113,8 +115,9 @@ def test_bad_input_is_one_clear_line(words: list[str], named: str, capsys: pytes
         ("decode_context_parallel_size", 2, "--decode-context-parallel-size"),
     ],
 )
-def test_what_the_method_excludes_is_refused_at_start(field: str, value: Any, named: str) -> None:
-    engine_args = parse("--speculative-model", "sjd_pac")
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_what_the_method_excludes_is_refused_at_start(field: str, value: Any, named: str, backend: str) -> None:
+    engine_args = parse("--speculative-model", "sjd_pac", "--distributed-executor-backend", backend)
     setattr(engine_args, field, value)
     with pytest.raises(ValueError, match=named):
         arguments.apply(engine_args)

@@ -76,7 +76,7 @@ class _Parser:
         self.name = name
 
     def __call__(self, text: str) -> Any:
-        kind = {"window": int, "smoothing": float}.get(self.name, str)
+        kind = {"window": int, "smoothing": float, "ray_wait": float}.get(self.name, str)
         try:
             value = kind(text)
         except ValueError:
@@ -216,7 +216,7 @@ def _refuse_excluded(engine_args: Any) -> None:
 
 
 def check_engine_config(config: Any) -> None:
-    """Checks that need the model's configuration.
+    """Checks that need the model's configuration; under Ray, the executor of this plugin in place of vLLM's.
 
     Raises:
         ValueError: no image-token family knows the model, or the configuration excludes the method.
@@ -232,6 +232,10 @@ def check_engine_config(config: Any) -> None:
         raise ValueError("sjd_pac: asynchronous scheduling is on although the method excludes it")
     if model.use_fp64_gumbel:
         raise ValueError("sjd_pac: use_fp64_gumbel is not supported")
+    if config.parallel_config.distributed_executor_backend == "ray":
+        from vllm_sjd_pac.engine.ray import use_our_executor  # Ray is an optional dependency
+
+        use_our_executor(config)
 
 
 def options_of(config: Any) -> SJDPACConfig:

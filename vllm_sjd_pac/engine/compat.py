@@ -7,13 +7,14 @@ series in ``patches/`` would make them unneeded. `require_supported_vllm` fails 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SUPPORTED_VLLM = "0.32"
@@ -301,3 +302,75 @@ def grow_kv_cache(kv_cache_config: Any, extra_blocks: int) -> Any:
             tensor.offset = tensor.offset // blocks * (blocks + extra_blocks)
     grown.num_blocks = blocks + extra_blocks
     return grown
+
+
+def name_ray_resource_of_cpus() -> None:
+    """vLLM's CPU platform names no Ray resource and so refuses Ray; a CPU worker takes a ``CPU``."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not current_platform.ray_device_key:
+        type(current_platform).ray_device_key = "CPU"
+
+
+def ray_executor_v2() -> bool:
+    """Whether ``ray`` means vLLM's newer Ray executor."""
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND)
+
+
+@contextlib.contextmanager
+def ray_workers(kind: type) -> Iterator[None]:
+    """Let ``RayExecutorV2._init_executor`` start workers of class `kind`; it names its own class."""
+    from vllm.v1.executor import ray_executor_v2 as module
+
+    original = module.RayWorkerProc
+    module.RayWorkerProc = kind  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        module.RayWorkerProc = original  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def ray_bundles(world_size: int, group: Any) -> Iterator[None]:
+    """Keep workers out of bundles that are not theirs, unless the user has chosen the bundles.
+
+    vLLM's Ray data parallelism adds a ``CPU`` bundle for the engine behind those of the workers; where workers take
+    CPUs too, vLLM would count it as one more worker.
+    """
+    name = "VLLM_RAY_BUNDLE_INDICES"
+    if os.environ.get(name) or len(group.bundle_specs) <= world_size or "GPU" in group.bundle_specs[0]:
+        yield
+        return
+    os.environ[name] = ",".join(str(index) for index in range(world_size))
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def ray_cluster_address() -> tuple[str | None, str]:
+    """Where ``ray.init()`` would look for a cluster, and why; None when it would start one."""
+    from ray._private.utils import read_ray_address
+
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"], "RAY_ADDRESS"
+    return read_ray_address(), "Ray's file of the last cluster on this machine"
+
+
+def use_host_in_shared_memory_names(host: str) -> None:
+    """Let the shared memory of CPU ranks carry their host's name.
+
+    vLLM names it by a port only, so that ranks on two hosts think they share it and fail to open it; with different
+    names it falls back to ``torch.distributed``.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    def make_group_name(original: Any) -> Any:
+        def hook(communicator: Any) -> str:
+            return f"{original(communicator)}-{host[:12]}"
+
+        return hook
+
+    _wrap(_CPUSHMDistributed, "make_group_name", make_group_name)
