@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vllm_sjd_pac"
-RANK = {"decoding": 0, "models": 1, "engine": 2, "offline": 3, "serving": 3, "cli": 4, "doctor": 3}
+RANK = {"decoding": 0, "models": 1, "engine": 2, "offline": 3, "serving": 3, "cli": 5, "doctor": 3, "bench": 4}
 
 
 def imported(path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command ``sjd-pac``: generate, serve, doctor, model-path."""
+"""The command ``sjd-pac``: generate, serve, bench, doctor, model-path."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_sjd_pac import __version__
+from vllm_sjd_pac.bench.command import add_parser as add_bench
 from vllm_sjd_pac.config import SJDPACConfig
 
 
@@ -76,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("model", nargs="?", default=None, help="model folder or hub name (default: the bundled model)")
     command.set_defaults(run=serve)
+
+    add_bench(commands)
 
     command = commands.add_parser("doctor", help="check the installation", description="Check the installation.")
     command.set_defaults(run=doctor)

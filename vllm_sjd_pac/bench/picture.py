@@ -1,0 +1,86 @@
+"""Seconds for one picture at a time: settings in turns, medians of ratios to the first setting."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sjd_pac.bench.settings import PROMPTS, Setting
+
+Draw = Callable[[str, int], int | None]
+"""(prompt, seed) -> forward passes that the picture took, None = not known."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one setting: ``seconds`` and ``forwards`` of each turn; ``tokens`` of a picture."""
+
+    name: str
+    seconds: list[float]
+    forwards: list[int | None]
+    tokens: int
+
+    def summary(self, base: Timing) -> dict[str, Any]:
+        """Medians; ``speed_up``: median over turns of base time / time, with its quartiles."""
+        ratios = sorted(b / s for b, s in zip(base.seconds, self.seconds, strict=True))
+        steps = [count for count in self.forwards if count is not None]
+        return {
+            "setting": self.name,
+            "seconds": round(statistics.median(self.seconds), 4),
+            "speed_up": round(statistics.median(ratios), 3),
+            "speed_up_quartiles": [round(ratios[len(ratios) // 4], 3), round(ratios[(3 * len(ratios)) // 4], 3)],
+            "tokens_per_forward": round(self.tokens * len(steps) / sum(steps), 3) if steps else None,
+            "turns": len(self.seconds),
+        }
+
+
+def drawing(setting: Setting, model: str | None, guidance: float, engine_args: Mapping[str, Any]) -> Draw:
+    """A function that draws one picture with an engine of this setting."""
+    generator = setting.start(model, 2, engine_args)
+
+    def draw(prompt: str, seed: int) -> int:
+        return generator.generate(prompt, seeds=seed, guidance_scale=guidance)[0].forwards
+
+    return draw
+
+
+def stock(
+    model: str | None, engine_args: Mapping[str, Any], speculative_config: Mapping[str, Any] | None = None
+) -> Draw:
+    """A function that draws with vLLM as it comes, without guidance: plain, or with a speculation of its own."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    from vllm_sjd_pac.models.emoji import checkpoint_path
+    from vllm_sjd_pac.models.family import find_family
+
+    arguments: dict[str, Any] = {"max_num_seqs": 2, "dtype": "float32", "enforce_eager": True, "block_size": 32}
+    if speculative_config is not None:
+        arguments["speculative_config"] = dict(speculative_config)
+    llm = LLM(model or str(checkpoint_path()), seed=0, disable_log_stats=True, **{**arguments, **engine_args})
+    config = llm.llm_engine.vllm_config.model_config
+    family = find_family(config.hf_config, config.model)
+    tokenizer = llm.get_tokenizer()
+
+    def draw(prompt: str, seed: int) -> None:
+        encoded = family.encode_prompt(tokenizer, prompt)
+        length = family.layout(encoded.prompt_token_ids).length
+        params = SamplingParams(seed=seed, max_tokens=length, ignore_eos=True, detokenize=False)
+        llm.generate(TokensPrompt(prompt_token_ids=encoded.prompt_token_ids), params, use_tqdm=False)
+
+    return draw
+
+
+def in_turns(draws: Mapping[str, Draw], turns: int, tokens: int, prompts: Sequence[str] = PROMPTS) -> list[Timing]:
+    """Draw `turns` pictures with each; every turn has its own prompt and seed, the same for all settings."""
+    timings = {name: Timing(name, [], [], tokens) for name in draws}
+    for turn in range(-1, turns):  # turn -1 warms up
+        for name, draw in draws.items():
+            started = time.perf_counter()
+            forwards = draw(prompts[turn % len(prompts)], 100 + turn)
+            if turn >= 0:
+                timings[name].seconds.append(time.perf_counter() - started)
+                timings[name].forwards.append(forwards)
+    return list(timings.values())

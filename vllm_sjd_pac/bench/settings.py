@@ -1,0 +1,93 @@
+"""What is compared: engine settings by name, and facts about the machine that measured them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_sjd_pac.offline import ImageGenerator
+
+PROMPTS = (
+    "a red apple on grass",
+    "a penguin in the snow",
+    "an owl in the forest",
+    "a blue fish in the sea",
+    "a yellow star in space",
+    "a green car against a brick wall",
+    "a pumpkin on the beach",
+    "a panda among pebbles",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode.
+
+    Attributes:
+        name: for tables; options: of SJD-PAC; speculation: False = the same engine, guidance and layout, no drafts.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    speculation: bool = True
+
+    def start(self, model: str | None, max_num_seqs: int, engine_args: Mapping[str, Any]) -> ImageGenerator:
+        """An engine of this setting for up to `max_num_seqs` sequences (a guided picture is two)."""
+        from vllm_sjd_pac.offline import ImageGenerator
+
+        return ImageGenerator(
+            model, speculation=self.speculation, options=self.options, max_num_seqs=max_num_seqs, **engine_args
+        )
+
+
+OFF = Setting("off", speculation=False)
+
+
+def window(drafts: int) -> Setting:
+    """A fixed window of `drafts` drafted nodes."""
+    return Setting(f"fixed {drafts}", {"num_speculative_tokens": drafts})
+
+
+def adaptive(drafts: int) -> Setting:
+    """The adaptive window, at most `drafts` drafted nodes."""
+    return Setting("adaptive", {"num_speculative_tokens": drafts, "adaptive_window": True})
+
+
+def set_environment() -> None:
+    """Engines in this process, quiet, with a small key-value cache each; what the user has set stays."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def machine() -> dict[str, Any]:
+    """Versions, processor, threads: what a number means nothing without."""
+    import torch
+    import vllm
+
+    from vllm_sjd_pac import __version__
+
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        processor = names[0] if names else processor
+    return {
+        "vllm_sjd_pac": __version__,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "processor": processor,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "load_average": round(os.getloadavg()[0], 2),
+    }
