@@ -69,8 +69,9 @@ def cluster(nodes: Sequence[Mapping[str, str]] = ({}, {}), *, cpus: int = 1) -> 
                         command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
                     )
                 )
-            if number == 0:
-                _wait_for_port(address, processes[0], log)
+            _wait_started(
+                processes[-1], log
+            )  # one after the other: nodes of one machine must not choose ports together
         yield joined
     finally:
         for process in reversed(processes):  # the head last
@@ -78,14 +79,13 @@ def cluster(nodes: Sequence[Mapping[str, str]] = ({}, {}), *, cpus: int = 1) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_for_port(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    host, _, port = address.partition(":")
-    end = time.monotonic() + 60
+def _wait_started(process: subprocess.Popen[bytes], log: Path, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+        if "Ray runtime started" in log.read_text(errors="replace"):
             return
         time.sleep(0.2)
-    raise RuntimeError(f"the head node did not start:\n{log.read_text(errors='replace')[-2000:]}")
+    raise RuntimeError(f"a Ray node did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float = 30) -> None:
