@@ -56,6 +56,36 @@ def test_throughput_is_close_to_the_best_window(sequences: int, cost: tuple[floa
     assert achieved >= 0.97 * rate(0)
 
 
+@pytest.mark.parametrize("sequences", [2, 16])
+def test_a_window_is_judged_by_its_own_acceptance(sequences: int) -> None:
+    """Longer windows accept more at every depth, as Jacobi iteration does: judging a long window by what a short one
+    accepts would never leave the short one again."""
+    rng = random.Random(sequences)
+    controller = WindowController(63)
+    cost = (0.02, 2e-5, 1e-4)
+    gains = {drafts: (drafts + 1) ** 0.42 for drafts in controller.ladder}
+    chosen = []
+    for _ in range(400):
+        drafts = controller.choose(sequences)
+        chosen.append(drafts)
+        survival = 1 - 1 / gains[drafts]  # geometric, with the mean that the window has
+        accepted = []
+        for _ in range(sequences if drafts else 0):
+            count = 0
+            while count < drafts and rng.random() < survival:
+                count += 1
+            accepted.append((drafts, count))
+        tokens = sequences * (drafts + 1)
+        seconds = (cost[0] + cost[1] * tokens + cost[2] * sequences) * rng.uniform(0.9, 1.2)
+        controller.observe(tokens, sequences, seconds, accepted)
+    rates = {
+        drafts: gains[drafts] / (cost[0] + cost[1] * sequences * (drafts + 1) + cost[2] * sequences)
+        for drafts in controller.ladder
+    }
+    achieved = sum(gains[d] for d in chosen[100:]) / sum(gains[d] / rates[d] for d in chosen[100:])
+    assert achieved >= 0.9 * max(rates.values())
+
+
 def test_it_comes_back_when_the_load_goes() -> None:
     controller = WindowController(63)
     cost = (0.02, 1e-4, 1e-4)
