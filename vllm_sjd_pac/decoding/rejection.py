@@ -49,6 +49,8 @@ class RejectionRule(AcceptanceRule):
     ``candidates``: ``recursive`` = siblings are tried one after the other (the paper); ``residual`` = one draw from
     the residual, accepted if it happens to be a sibling's token.
     ``smoothing``: λ in [0, 1): drafts follow (1 - λ)·row + λ·previous law, and q_j is that mixed row.
+    ``keep_at_leaf``: the token after a leaf of the tree may be the window's own draft (docs/decoding.md); False draws it
+    afresh, as the paper does. Both are exact.
     """
 
     name = "rejection"
@@ -62,6 +64,7 @@ class RejectionRule(AcceptanceRule):
         *,
         candidates: str = "recursive",
         smoothing: float = 0.0,
+        keep_at_leaf: bool = True,
         randomness: Randomness | None = None,
         proposal: Proposal | None = None,
     ) -> None:
@@ -71,6 +74,7 @@ class RejectionRule(AcceptanceRule):
             raise ValueError(f"smoothing: expected a number in [0, 1), got {smoothing!r}")
         self.mode = self.check_mode(mode)
         self.candidates, self.smoothing, self.proposal = candidates, smoothing, proposal
+        self.keep_at_leaf = keep_at_leaf
         self.randomness: Randomness = randomness or CounterRandomness()
 
     # -- verify ---------------------------------------------------------------------------------------------
@@ -166,8 +170,8 @@ class RejectionRule(AcceptanceRule):
         return chosen, drawn
 
     def _held_drafts(self, state: WindowState, ring: Tensor) -> Tensor:
-        """Main drafts long [B, M+1] of the window, -1 where there is none or the mode continues nothing."""
-        if self.mode not in ("ac", "pac"):
+        """Main drafts long [B, M+1] of the window, -1 where there is none or none may be kept at a leaf."""
+        if self.mode not in ("ac", "pac") or not self.keep_at_leaf:
             return torch.full_like(ring, -1)
         offsets = torch.arange(ring.shape[1], device=ring.device)
         drafts = state.flat("drafts")[ring, 0]
