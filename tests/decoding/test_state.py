@@ -48,6 +48,34 @@ def test_a_freed_slot_starts_afresh(rule):
     assert run(rule, pool, again, sizes) == first
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("rule", rules(), ids=["rejection", "race", "race without smoothing"])
+def test_drafts_do_not_depend_on_what_a_slot_held_before(rule, batch):
+    """Tensor-parallel ranks may give a request different slots; they must draft the same nodes all the same."""
+
+    def drafts(junk):
+        pool = WindowPool(rule, VOCAB, 30)
+        slots = torch.tensor([pool.allocate(key) for key in range(batch)])
+        generator = torch.Generator().manual_seed(junk)
+        pool["drafts"].random_(0, VOCAB, generator=generator)
+        for name in ("estimates", "noise"):
+            if name in pool:
+                pool[name].uniform_(generator=generator)
+        trees = TreeBatch.stack([DraftTree.chain(1)] * batch)
+        tokens, seen = torch.ones(batch, 1, dtype=torch.long), []
+        for step, size in enumerate([20] * 30 + [30, 8, 30, 1] + [20] * 20):
+            # Steady laws, so that drafts stay what they are, except for the next token: few are accepted.
+            logits = rows(99, 1).repeat(batch, trees.nodes, 1)
+            logits[:, :1] = rows(step, 1)
+            verdict = rule.verify(trees, tokens, logits, pool.gather(slots))
+            trees = TreeBatch.stack([default_tree(size)] * batch)
+            tokens = rule.draft(trees, pool.gather(slots), verdict)
+            seen.append(tokens.tolist())
+        return seen
+
+    assert drafts(junk=1) == drafts(junk=2)
+
+
 def test_the_pool_grows_and_keeps_what_it_holds():
     rule = RaceRule(CounterNoise(VOCAB))
     pool = WindowPool(rule, VOCAB, 8)

@@ -140,7 +140,11 @@ class RaceRule(AcceptanceRule):
         """Main drafts long [T, 1+H] of each position, newest first, -1 = none; brought up to date."""
         stored = state.flat("drafts")
         history = stored.index_select(0, plan.ring)
-        history[plan.known :] = -1
+        # A fresh row reaches one position further than the drafts did: what the ring holds there is another's.
+        if state.single is not None:
+            history[max(0, state.single[2] - state.single[1]) :] = -1
+        else:
+            history[plan.offsets >= state.length[plan.rows]] = -1
         newest = drafts.unsqueeze(1)
         history = torch.where(history[:, :1] != newest, torch.cat([newest, history[:, :-1]], 1), history)
         stored.index_copy_(0, plan.ring, history)
