@@ -195,3 +195,4 @@ def use_our_executor(config: Any) -> None:
         if not compat.ray_executor_v2():
             raise ValueError("sjd_pac: VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is not supported; leave it out")
         config.parallel_config.distributed_executor_backend = JacobiRayExecutor
+        compat.name_ray_resource_of_cpus()  # data parallelism places its engines from this process
