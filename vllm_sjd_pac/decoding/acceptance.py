@@ -30,7 +30,7 @@ class Verdict:
     entries are final); ``path``: long [B, M], the nodes walked, -1 beyond.
     For ``draft``: ``rows`` [B, N, V] (logits, or laws under `rejection`), and ``line`` long [B, M+1]: the node
     whose row is the freshest law of the token at depth m+1: on the accepted branch where the tree has such a
-    node, else on the main chain; -1 where there is none.
+    node, else on the main chain; -1 where there is none; ``nodes`` long [B, N]: the tokens that were verified.
     """
 
     tokens: Tensor
@@ -39,6 +39,7 @@ class Verdict:
     path: Tensor
     rows: Tensor
     line: Tensor
+    nodes: Tensor
 
     @property
     def last(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_sjd_pac.decoding.acceptance import MODES, AcceptanceRule, Legal, check_rows
 from vllm_sjd_pac.decoding.drafting import Proposal
-from vllm_sjd_pac.decoding.race import RaceRule
+from vllm_sjd_pac.decoding.race import DEFAULT_MEMORY, RaceRule
 from vllm_sjd_pac.decoding.randomness import CounterNoise
 from vllm_sjd_pac.decoding.rejection import RejectionRule
 from vllm_sjd_pac.decoding.state import WindowPool
@@ -69,7 +69,7 @@ def jacobi_decode(
     decoder: AcceptanceRule
     if rule == "race":
         noise = CounterNoise(vocab_size)
-        decoder = RaceRule(noise, rule_mode, smoothing=smoothing, memory=4 if memory else 0, proposal=law)
+        decoder = RaceRule(noise, rule_mode, smoothing=smoothing, memory=DEFAULT_MEMORY if memory else 0, proposal=law)
     else:
         decoder = RejectionRule(rule_mode, proposal=law)
     pool = WindowPool(decoder, vocab_size, tree.main_length)

@@ -128,10 +128,15 @@ def node_tokens(trees: TreeBatch, root: Tensor, plan: WindowPlan, drafts: Tensor
     return tokens if batch == 1 else tokens.masked_fill_(~trees.valid, -1)
 
 
-def sibling_rows(trees: TreeBatch, plan: WindowPlan) -> Tensor:
-    """Index long [B * S] into the plan of the positions that have siblings (0 where a window is shorter)."""
+def window_rows(trees: TreeBatch, plan: WindowPlan, width: int) -> Tensor:
+    """Index long [B, width] into the plan of the first ``width`` window offsets (0 where a window is shorter)."""
     if trees.batch_size == 1:
-        return torch.arange(trees.sibling_depth, device=plan.ring.device)
+        return torch.arange(width, device=plan.ring.device).unsqueeze(0)
     place = plan.rows.new_zeros(trees.batch_size, trees.max_main)
     place[plan.rows, plan.offsets] = torch.arange(plan.total, device=plan.rows.device)
-    return place[:, : trees.sibling_depth].flatten()
+    return place[:, :width]
+
+
+def sibling_rows(trees: TreeBatch, plan: WindowPlan) -> Tensor:
+    """Index long [B * S] into the plan of the positions that have siblings (0 where a window is shorter)."""
+    return window_rows(trees, plan, trees.sibling_depth).flatten()

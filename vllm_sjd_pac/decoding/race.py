@@ -18,18 +18,27 @@ from vllm_sjd_pac.decoding.drafting import (
     node_tokens,
     plan_window,
     sibling_rows,
+    window_rows,
 )
 from vllm_sjd_pac.decoding.randomness import NoiseSource, first_argmax
 from vllm_sjd_pac.decoding.state import WindowState
 from vllm_sjd_pac.decoding.tree import TreeBatch
+
+DEFAULT_MEMORY = 7
+_MATCHED = 16
+"""Window offsets whose draft is looked up by context: later ones will have a fresher row before their turn comes."""
+_NONE, _ENTERED = -2, -1
+"""Contexts of an empty place, and of a draft that entered the window without a row."""
+_PREFERENCE = 1e6
+"""Above every score: remembered drafts come before runners-up."""
 
 
 class RaceRule(AcceptanceRule):
     """Exact for one seed: the same tokens with speculation on, off, or changed halfway.
 
     ``smoothing``: λ in [0, 1): estimates are (1 - λ)·row + λ·previous estimate, of logits; 0 keeps no estimate rows.
-    ``memory``: how many earlier main drafts of a position are preferred as siblings (0 = none); ``memory_bonus``: by
-    how much, in logits.
+    ``memory``: how many earlier drafts of a position are remembered, each with the token that stood before it (0 =
+    none). They come back as siblings, and as main drafts where that token has come back.
     ``keep_noise``: hold the window's noise rows in the pool; else the source is asked again in every step.
     Modes: adaptive continuation is inherent, so ``sjd`` = ``ac`` (chains) and ``pd`` = ``pac`` (trees).
     """
@@ -42,8 +51,7 @@ class RaceRule(AcceptanceRule):
         mode: str = "pac",
         *,
         smoothing: float = 0.0,
-        memory: int = 4,
-        memory_bonus: float = 4.0,
+        memory: int = DEFAULT_MEMORY,
         keep_noise: bool = True,
         proposal: Proposal | None = None,
     ) -> None:
@@ -54,7 +62,6 @@ class RaceRule(AcceptanceRule):
         self.mode = self.check_mode(mode)
         self.noise, self.smoothing, self.memory, self.proposal = noise, smoothing, int(memory), proposal
         self.keeps_estimates, self.keeps_noise = smoothing > 0, keep_noise
-        self.memory_bonus = memory_bonus
 
     # -- verify ---------------------------------------------------------------------------------------------
 
@@ -92,7 +99,7 @@ class RaceRule(AcceptanceRule):
             path[each, at - 1] = torch.where(found, node, path[each, at - 1])
         counts = trees.depths.gather(1, node.unsqueeze(1)).squeeze(1) + 1
         state.commit(counts)
-        return Verdict(committed, counts, kept, path, rows, freshest_line(trees, node))
+        return Verdict(committed, counts, kept, path, rows, freshest_line(trees, node), tokens)
 
     # -- draft ----------------------------------------------------------------------------------------------
 
@@ -118,8 +125,13 @@ class RaceRule(AcceptanceRule):
         drafts = first_argmax(scores)
         if plan.known > plan.continued and not self.keeps_estimates:
             drafts[plan.continued : plan.known] = state.flat("drafts")[plan.ring[plan.continued : plan.known], 0]
-        history = self._remember(plan, state, drafts)
-        siblings = self._siblings(trees, plan, scores, history)
+        if self.memory:
+            history, contexts = self._remember(plan, state, verdict, drafts)
+            drafts = self._match(trees, plan, root, history, contexts)
+        else:
+            history = drafts.unsqueeze(1)
+            state.flat("drafts").index_copy_(0, plan.ring, history)
+        siblings = self._siblings(trees, plan, scores, drafts, history)
         state.note_window(trees.main_length, plan.fresh_length)
         return node_tokens(trees, root, plan, drafts, siblings)
 
@@ -136,30 +148,66 @@ class RaceRule(AcceptanceRule):
         estimates.index_copy_(0, plan.ring[: plan.continued], fresh)
         return fresh
 
-    def _remember(self, plan: WindowPlan, state: WindowState, drafts: Tensor) -> Tensor:
-        """Main drafts long [T, 1+H] of each position, newest first, -1 = none; brought up to date."""
-        stored = state.flat("drafts")
-        history = stored.index_select(0, plan.ring)
-        # A fresh row reaches one position further than the drafts did: what the ring holds there is another's.
-        if state.single is not None:
-            history[max(0, state.single[2] - state.single[1]) :] = -1
-        else:
-            history[plan.offsets >= state.length[plan.rows]] = -1
-        newest = drafts.unsqueeze(1)
-        history = torch.where(history[:, :1] != newest, torch.cat([newest, history[:, :-1]], 1), history)
-        stored.index_copy_(0, plan.ring, history)
-        return history
+    def _remember(
+        self, plan: WindowPlan, state: WindowState, verdict: Verdict | None, drafts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts and contexts long [T, 1+H] of each position, newest first, brought up to date.
 
-    def _siblings(self, trees: TreeBatch, plan: WindowPlan, scores: Tensor, history: Tensor) -> Tensor | None:
-        """Tokens long [B, S, K-1]: runners-up of each race, earlier main drafts of the position preferred."""
+        A context, the token before the position in the pass that gave the row, is there once, with its newest draft.
+        """
+        stored, stored_contexts = state.flat("drafts"), state.flat("contexts")
+        history = stored.index_select(0, plan.ring)
+        contexts = stored_contexts.index_select(0, plan.ring)
+        # The row after the old window's end is the first thing known of its position.
+        new = (plan.offsets >= state.length[plan.rows]).unsqueeze(1)
+        history, contexts = history.masked_fill(new, -1), contexts.masked_fill(new, _NONE)
+        if verdict is not None and plan.continued:
+            fresh = slice(0, plan.continued)
+            context = verdict.nodes.flatten().index_select(0, plan.source).unsqueeze(1)
+            past, past_contexts = history[fresh], contexts[fresh]
+            # The older entry of this context gives way; without one, the oldest of all.
+            known = (past_contexts == context) | (past_contexts == _ENTERED)
+            gone = torch.where(known.any(1), known.byte().argmax(1), self.memory).unsqueeze(1)
+            place = torch.arange(self.memory, device=history.device)
+            keep = place + (place >= gone)
+            history[fresh] = torch.cat([drafts[fresh].unsqueeze(1), past.gather(1, keep)], 1)
+            contexts[fresh] = torch.cat([context, past_contexts.gather(1, keep)], 1)
+        if plan.total > plan.known:
+            history[plan.known :, 0], contexts[plan.known :, 0] = drafts[plan.known :], _ENTERED
+        stored.index_copy_(0, plan.ring, history)
+        stored_contexts.index_copy_(0, plan.ring, contexts)
+        return history, contexts
+
+    def _match(self, trees: TreeBatch, plan: WindowPlan, root: Tensor, history: Tensor, contexts: Tensor) -> Tensor:
+        """Main drafts long [T]: where the token before a position is not the one that its newest row saw, the draft of
+        the newest row that did see it, if one is remembered."""
+        width = min(_MATCHED, trees.max_main)
+        place = window_rows(trees, plan, width)
+        inside = torch.arange(width, device=root.device) < trees.main_length.unsqueeze(1)
+        drafts, before = history[place], contexts[place]
+        previous, chosen = root, []
+        for offset in range(width):
+            # No match: argmax gives 0, the newest.
+            match = (before[:, offset] == previous.unsqueeze(1)).byte().argmax(1, keepdim=True)
+            previous = drafts[:, offset].gather(1, match).squeeze(1)
+            chosen.append(previous)
+        main = history[:, 0].clone()
+        main[place[inside]] = torch.stack(chosen, 1)[inside]
+        return main
+
+    def _siblings(
+        self, trees: TreeBatch, plan: WindowPlan, scores: Tensor, drafts: Tensor, history: Tensor
+    ) -> Tensor | None:
+        """Tokens long [B, S, K-1]: remembered drafts of each position, newest first, then runners-up of its race."""
         if trees.width == 1:
             return None
         place = sibling_rows(trees, plan)
         ranking, history = scores.index_select(0, place), history.index_select(0, place)
-        own = history[:, :1]
+        own = drafts[place].unsqueeze(1)
         if self.memory:
             known = torch.where(history >= 0, history, own)
-            ranking.scatter_(1, known, ranking.gather(1, known) + self.memory_bonus)
+            bonus = (_PREFERENCE - torch.arange(history.shape[1], device=own.device)).expand_as(known)
+            ranking.scatter_reduce_(1, known, bonus.to(ranking.dtype), "amax")
         ranking.scatter_(1, own, float("-inf"))
         best, siblings = ranking.topk(min(trees.width - 1, ranking.shape[1]), dim=1)
         siblings = torch.where(best > float("-inf"), siblings, own)

@@ -49,8 +49,8 @@ class RejectionRule(AcceptanceRule):
     ``candidates``: ``recursive`` = siblings are tried one after the other (the paper); ``residual`` = one draw from
     the residual, accepted if it happens to be a sibling's token.
     ``smoothing``: λ in [0, 1): drafts follow (1 - λ)·row + λ·previous law, and q_j is that mixed row.
-    ``keep_at_leaf``: the token after a leaf of the tree may be the window's own draft (docs/decoding.md); False draws it
-    afresh, as the paper does. Both are exact.
+    ``keep_at_leaf``: the token after a leaf of the tree may be the window's own draft (docs/decoding.md); False draws
+    it afresh, as the paper does. Both are exact.
     """
 
     name = "rejection"
@@ -125,7 +125,7 @@ class RejectionRule(AcceptanceRule):
         committed = blank.scatter(1, target, tokens)[:, 1:]
         committed[each, counts - 1] = token
         state.commit(counts)
-        return Verdict(committed, counts, kept, path, laws, freshest_line(trees, node))
+        return Verdict(committed, counts, kept, path, laws, freshest_line(trees, node), tokens)
 
     def _choose(self, step: _Step, node: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """At ``node`` [B], whose first candidate (if any) was rejected: the accepted sibling's node [B], -1 = none,

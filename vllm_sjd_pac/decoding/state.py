@@ -26,7 +26,9 @@ class WindowPool:
 
     * ``numbers`` long [5]: ``key`` (seed of the random numbers), ``position`` (absolute position of the token after
       the root), and the positions below which the window has drafts, estimate rows and noise rows;
-    * ``drafts`` long [R, 1 + H]: main draft, then earlier main drafts of the position, newest first, -1 = none;
+    * ``drafts`` long [R, 1 + H]: the draft of the newest row, then those of earlier rows, newest first, -1 = none;
+    * ``contexts`` long [R, 1 + H], where the rule has a memory: the token before the position when that row was
+      computed;
     * ``estimates`` float32 [R, V]: `rejection`: the law each draft was drawn from; `race`: smoothed rows;
     * ``noise`` float32 [R, V]: `race` only.
     """
@@ -50,6 +52,8 @@ class WindowPool:
             "numbers": ((len(_NUMBERS),), torch.long),
             "drafts": ((self.ring, 1 + rule.memory), torch.long),
         }
+        if rule.memory:
+            self._shapes["contexts"] = ((self.ring, 1 + rule.memory), torch.long)
         if rule.keeps_estimates:
             self._shapes["estimates"] = ((self.ring, vocab_size), torch.float32)
         if rule.keeps_noise:

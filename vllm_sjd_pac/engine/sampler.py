@@ -10,6 +10,7 @@ import torch
 
 from vllm_sjd_pac.config import SJDPACConfig
 from vllm_sjd_pac.decoding import DraftTree, RaceRule, RejectionRule, TreeBatch, Verdict, WindowPool, WindowState
+from vllm_sjd_pac.decoding.race import DEFAULT_MEMORY
 from vllm_sjd_pac.engine.noise import CPUStockNoise, ExponentialStockNoise, SeedStreams
 from vllm_sjd_pac.engine.rows import Columns, RowSettings, apply_settings, combine_guidance, is_greedy, legal_columns
 from vllm_sjd_pac.engine.state import RequestState
@@ -65,7 +66,9 @@ class TreeRejectionSampler:
                 stock.self_check()
             else:
                 noise = self._exponential = ExponentialStockNoise(self.streams, columns.tokens, vocab_size, device)
-            self.rule = RaceRule(noise, mode, smoothing=options.smoothing, memory=4 if options.memory else 0)
+            self.rule = RaceRule(
+                noise, mode, smoothing=options.smoothing, memory=DEFAULT_MEMORY if options.memory else 0
+            )
         else:
             self.rule = RejectionRule(mode=mode)
         self.pool = WindowPool(self.rule, len(columns), max_window, device)
