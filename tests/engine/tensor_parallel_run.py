@@ -1,6 +1,6 @@
 """Run requests over two tensor-parallel ranks in their own processes; started by test_tensor_parallel.py.
 
-Arguments: model folder, file for the tokens (JSON).
+Arguments: model folder, file for the tokens (JSON), executor ("mp" or "ray").
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 
-def main(model: str, output: str) -> None:
+def main(model: str, output: str, executor: str) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from tests.engine.conftest import tensor_parallel_requests
@@ -18,7 +18,7 @@ def main(model: str, output: str) -> None:
     requests = tensor_parallel_requests()
     llm = LLM(
         model, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16, block_size=32, seed=0,
-        tensor_parallel_size=2, distributed_executor_backend="mp",
+        tensor_parallel_size=2, distributed_executor_backend=executor,
         speculative_config={"model": "sjd_pac", "verify_ranks": True, "adaptive_window": False},
     )  # fmt: skip
     prompts = [TokensPrompt(prompt_token_ids=request.prompt) for request in requests]

@@ -9,13 +9,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.engine.conftest import Run, tensor_parallel_requests
 
 
-def test_two_ranks_draw_the_tokens_of_one(run_engine: Callable[..., Run], constrained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("executor", ["mp", "ray"])
+def test_two_ranks_draw_the_tokens_of_one(
+    run_engine: Callable[..., Run], constrained: Path, tmp_path: Path, executor: str
+) -> None:
+    if executor == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed")
     output = tmp_path / "tokens.json"
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.engine.tensor_parallel_run", str(constrained), str(output)]
+    environment["RAY_ADDRESS"] = "local"  # Ray starts a cluster of its own, in which both ranks share a node
+    command = [sys.executable, "-m", "tests.engine.tensor_parallel_run", str(constrained), str(output), executor]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     two = json.loads(output.read_text())
