@@ -46,7 +46,7 @@ def test_remembered_drafts_are_the_first_siblings() -> None:
     state = pool.gather(torch.tensor([pool.allocate(0)]))
     trees = TreeBatch.stack([DraftTree.comb(6, (2,))])
     tokens = rule.draft(trees, state, None)
-    _, tokens = step(rule, trees, tokens, state, [2, 1, 3, 5, 0, 0])
+    _, tokens = step(rule, trees, tokens, state, [4, 1, 3, 5, 0, 0])
     _, tokens = step(rule, trees, tokens, state, [5, 4, 5, 5, 0, 0])
     # Main draft 4; then what earlier passes drafted, newest first: 3. Then the runner-up.
     assert tokens[0, 1] == 4
