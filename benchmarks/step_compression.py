@@ -18,6 +18,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,59 +31,52 @@ from vllm_sjd_pac.decoding import (
     RaceRule,
     RejectionRule,
     Simulation,
+    default_tree,
     simulate,
-)
-
-PROMPTS = (
-    "a small flat owl by the sea",
-    "a red heart on a plain ground",
-    "a large cat in a forest",
-    "a rocket over a city at night",
-    "an apple",
-    "a fish under water",
-    "a yellow star",
-    "a house on a hill",
-    "a dog",
-    "a green tree",
-    "a smiling face",
-    "a blue car",
 )
 
 Setting = tuple[Callable[[int], AcceptanceRule], DraftTree]
 
 
 def settings(nodes: int) -> dict[str, Setting]:
-    """Name -> (rule for a vocabulary size, tree)."""
+    """Name -> (rule for a vocabulary size, tree). "published": the leaf's token is drawn afresh."""
     chain = DraftTree.chain(nodes)
-    paper = DraftTree.full(nodes, 3, 3) if nodes >= 16 else chain
-    result: dict[str, Setting] = {
-        f"rejection, {mode}, chain": (lambda vocab, mode=mode: RejectionRule(mode), chain) for mode in ("sjd", "ac")
-    }
-    for mode in ("pd", "pac"):
-        result[f"rejection, {mode}, full 3.3"] = (lambda vocab, mode=mode: RejectionRule(mode), paper)
+
+    def rejection(mode: str, **options: Any) -> Callable[[int], AcceptanceRule]:
+        return lambda vocab: RejectionRule(mode, **options)
+
+    def race(**options: Any) -> Callable[[int], AcceptanceRule]:
+        return lambda vocab: RaceRule(CounterNoise(vocab), **options)
+
+    result: dict[str, Setting] = {"SJD published: rejection, chain": (rejection("sjd"), chain)}
+    result["AC: rejection, chain"] = (rejection("ac"), chain)
+    if nodes >= 16:
+        paper = DraftTree.full(nodes, 3, 3)
+        result["PD: rejection, full 3.3"] = (rejection("pd"), paper)
+        result["PAC published: rejection, full 3.3"] = (rejection("pac", keep_at_leaf=False), paper)
+        result["PAC, leaf kept: rejection, full 3.3"] = (rejection("pac"), paper)
+        result["PAC, residual draw: rejection, full 3.3"] = (rejection("pac", candidates="residual"), paper)
+        result["PAC, λ=.25: rejection, full 3.3"] = (rejection("pac", smoothing=0.25), paper)
     if nodes >= 32:
-        result["rejection, pac, full 4.4"] = (lambda vocab: RejectionRule("pac"), DraftTree.full(nodes, 4, 3))
-    result["rejection, pac, full 3.3, residual draw"] = (
-        lambda vocab: RejectionRule("pac", candidates="residual"),
-        paper,
-    )
-    result["rejection, pac, full 3.3, λ=.25"] = (lambda vocab: RejectionRule("pac", smoothing=0.25), paper)
-
-    def race(**options: float) -> Callable[[int], AcceptanceRule]:
-        return lambda vocab: RaceRule(CounterNoise(vocab), **options)  # type: ignore[arg-type]
-
-    bare = race(smoothing=0.0, memory=0)
-    result["race, chain"] = (bare, chain)
+        four = DraftTree.full(nodes, 4, 3)
+        result["PAC published: rejection, full 4.4"] = (rejection("pac", keep_at_leaf=False), four)
+        result["PAC, leaf kept: rejection, comb 4.2.2"] = (rejection("pac"), DraftTree.comb(nodes, (4, 2, 2)))
+    result["race without memory, chain"] = (race(memory=0), chain)
+    result["race, chain"] = (race(), chain)
+    result["race, default tree"] = (race(), default_tree(nodes))
+    if nodes >= 32:
+        thin = DraftTree.comb(nodes, (4, 2, 2))
+        result["race without memory, comb 4.2.2"] = (race(memory=0), thin)
+        result["race, λ=.25, comb 4.2.2"] = (race(smoothing=0.25), thin)
+        result["race, full 3.3"] = (race(), DraftTree.full(nodes, 3, 3))
+        result["race, comb 4.2.2t1"] = (race(), DraftTree.comb(nodes, (4, 2, 2), tail=1))
+        result["race, comb 2.1"] = (race(), DraftTree.comb(nodes, (2, 1)))
+        result["race, comb 6.3.2.1.1"] = (race(), DraftTree.comb(nodes, (6, 3, 2, 1, 1)))
     if nodes >= 48:
-        wide, thin = DraftTree.comb(nodes, (8, 4, 4, 2)), DraftTree.comb(nodes, (4, 2, 2))
-        result["rejection, pac, comb 8.4.4.2"] = (lambda vocab: RejectionRule("pac"), wide)
-        result["rejection, pac, comb 4.2.2"] = (lambda vocab: RejectionRule("pac"), thin)
-        for smoothing in (0.0, 0.25):
-            note = f", λ={smoothing}" if smoothing else ""
-            result[f"race, comb 8.4.4.2 + memory{note}"] = (race(smoothing=smoothing), wide)
-            result[f"race, comb 4.2.2 + memory{note}"] = (race(smoothing=smoothing), thin)
-            result[f"race, full 3.3 + memory{note}"] = (race(smoothing=smoothing), paper)
-        result["race, comb 4.2.2t1 + memory"] = (race(smoothing=0.0), DraftTree.comb(nodes, (4, 2, 2), tail=1))
+        result["race, comb 8.4.4.2"] = (race(), DraftTree.comb(nodes, (8, 4, 4, 2)))
+    if nodes >= 96:
+        result["race, comb 8.8.8"] = (race(), DraftTree.comb(nodes, (8, 8, 8)))
+        result["race, comb 16.8.8.4.4.2.2"] = (race(), DraftTree.comb(nodes, (16, 8, 8, 4, 4, 2, 2)))
     return result
 
 
@@ -94,11 +88,12 @@ def decode_grid(setting: Setting, images: int, model: GridModel) -> Simulation:
 def decode_bundled(setting: Setting, images: int, guidance: float, checkpoint: Path) -> Simulation:
     """One image after the other; see `examples.train_emoji.inference.GuidedTarget`."""
     from examples.train_emoji.inference import LENGTH, GuidedTarget  # needs transformers
+    from vllm_sjd_pac.models.emoji import README_PROMPTS
 
     rule, tree = setting
     runs = []
     for image in range(images):
-        target = GuidedTarget(checkpoint, [PROMPTS[image % len(PROMPTS)]], guidance)
+        target = GuidedTarget(checkpoint, [README_PROMPTS[image % len(README_PROMPTS)]], guidance, nodes=tree.num_nodes)
         runs.append(
             simulate(
                 target,
@@ -142,7 +137,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="of the grid model")
     parser.add_argument("--guidance", type=float, default=3.0)
-    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="settings whose name contains one of these")
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -150,11 +145,12 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     model, results, plain = GridModel(options.seed), {}, None
     print("| setting | tokens per forward | × SJD | one-token passes | from branches | CPU s |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, setting in settings(options.nodes).items():
-        if options.only not in name:
+        if not any(part in name for part in options.only):
             continue
         start = time.process_time()
         if options.target == "grid":
