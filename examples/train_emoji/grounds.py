@@ -11,8 +11,8 @@ from examples.train_emoji import sources
 
 SIDE = 128
 POOL = 24
-GRAIN_CELL = 5.0
-GRAIN_STRENGTH = (8.0, 14.0)
+GRAIN_CELLS = (7.0, 18.0)
+GRAIN_STRENGTH = (9.0, 17.0)
 
 
 def plain(colour: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
@@ -37,13 +37,14 @@ def crop(pool: list[np.ndarray], name: str, rng: np.random.Generator) -> np.ndar
 def make_grain(seed: int = 8, count: int = 32, side: int = 192) -> list[np.ndarray]:
     """Mottled noise, mostly in brightness, ``[side, side, 3]`` with unit deviation.
 
-    Laid over every ground it keeps the law of its codes as uncertain as photographs make it.
+    Laid over every ground it keeps the law of its codes as uncertain as photographs make it. Its patches reach over
+    the border of a token (8 px), so that each code depends on its neighbours as those of photographs do.
     """
     rng = np.random.default_rng(seed)
     fields = []
-    for _ in range(count):
-        brightness = _noise(rng, side, side, GRAIN_CELL, GRAIN_CELL)[..., None]
-        colour = np.stack([_noise(rng, side, side, GRAIN_CELL, GRAIN_CELL) for _ in range(3)], -1)
+    for cell in rng.uniform(*GRAIN_CELLS, size=count):
+        brightness = _noise(rng, side, side, cell, cell)[..., None]
+        colour = np.stack([_noise(rng, side, side, cell, cell) for _ in range(3)], -1)
         fields.append((brightness + 0.5 * colour) / 1.12)
     return fields
 
@@ -67,7 +68,8 @@ def make_pools(folder: Path, seed: int = 7) -> dict[str, list[np.ndarray]]:
     sky = _tint(_resized(sky, 1.6), (58, 118, 205), (255, 255, 255))
     woods = sources.load_panorama(folder, "blender forest")[120:300]
     pines = sources.load_panorama(folder, "forest")[48:150]
-    pines = _resized(pines, 1.5)
+    pines = _tint(_resized(pines, 1.5), (14, 38, 20), (196, 226, 170))
+    woods = _tint(woods, (18, 44, 16), (206, 232, 160))
     return {
         "grass": [grass],
         "pebbles": [gravel],

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from examples.train_emoji import sources
 from vllm_sjd_pac.models.emoji import checkpoint_path
 
@@ -30,7 +32,8 @@ def main() -> None:
     sources.download(arguments.work / "data")
     stage("train_vq", "--work", work)
     stage("corpus", "--work", work)
-    stage("train_lm", "--work", work)
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
+    stage("train_lm", "--work", work, *(["--bfloat16"] if has_bfloat16 else []))
     stage("export", "--work", work, "--output", output)
     reports.mkdir(parents=True, exist_ok=True)
     stage("contact_sheet", "--checkpoint", output, "--output", str(reports / "contact-sheet.png"))

@@ -105,11 +105,11 @@ class SceneMaker:
         return Scene(self._compose(canvas, self.painted[thing, colour], rng), thing, colour, ground, plain)
 
     def _compose(self, canvas: np.ndarray, sprite: Image.Image, rng: np.random.Generator) -> np.ndarray:
-        """Paste a slightly turned, scaled and shifted sprite; shifts are mostly whole tokens (8 px)."""
-        scale = SPRITE_SIDE / 256 * (1 + 0.03 * rng.standard_normal())
-        angle = np.deg2rad(np.clip(2.0 * rng.standard_normal(), -5, 5))
-        shift_x = 8 * rng.integers(-1, 2) + rng.uniform(-1, 1)
-        shift_y = 4 + 8 * rng.integers(-1, 2) + rng.uniform(-1, 1)
+        """Paste a turned, scaled and freely shifted sprite: it never lies in the same way over the tokens (8 px)."""
+        scale = SPRITE_SIDE / 256 * rng.uniform(0.88, 1.12)
+        angle = np.deg2rad(np.clip(4.0 * rng.standard_normal(), -9, 9))
+        shift_x = rng.uniform(-13, 13)
+        shift_y = 3 + rng.uniform(-11, 11)
         cos, sin = np.cos(angle) / scale, np.sin(angle) / scale
         centre_x, centre_y = SIDE / 2 + shift_x, SIDE / 2 + shift_y
         matrix = (
@@ -122,7 +122,7 @@ class SceneMaker:
         )
         placed = sprite.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
         layer = np.asarray(placed, np.float32)
-        light = 1 + 0.05 * rng.standard_normal()
+        light = 1 + 0.07 * rng.standard_normal()
         alpha = layer[..., 3:] / 255
         mixed = canvas * (1 - alpha) + layer[..., :3] * light * alpha
         return np.clip(mixed, 0, 255).astype(np.uint8)

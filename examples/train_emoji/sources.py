@@ -95,12 +95,17 @@ def load_texture(name: str) -> np.ndarray:
 
 def _tone_map(file) -> np.ndarray:
     """Linear light to display values: exposure by the 60th percentile, a soft shoulder, gamma 2.2."""
+    from scipy.ndimage import median_filter
+
     channels = file.channels()
     if len(channels) == 1:
         linear = next(iter(channels.values())).pixels
     else:
         linear = np.stack([channels[channel].pixels for channel in "RGB"], axis=-1)
-    linear = np.clip(np.asarray(linear, np.float32)[..., :3], 0, None)
+    linear = np.asarray(linear, np.float32)[..., :3]
+    # Lossy compression rings around bright spots: below zero, a median of the neighbours is put instead.
+    negative = (linear <= 0).any(-1, keepdims=True)
+    linear = np.clip(np.where(negative, median_filter(linear, size=(5, 5, 1)), linear), 0, None)
     linear /= np.percentile(linear.mean(-1), 60) * 2.2 + 1e-6
     linear = np.clip(linear / (1 + 0.3 * linear), 0, 1)
     return (linear ** (1 / 2.2) * 255).astype(np.uint8)

@@ -32,7 +32,8 @@ from vllm_sjd_pac.models.emoji import README_PROMPTS, checkpoint_path
 METHODS: dict[str, tuple[Callable[[int], AcceptanceRule], DraftTree]] = {
     "SJD (rejection), chain 32": (lambda size: RejectionRule("sjd"), DraftTree.chain(32)),
     "AC (rejection), chain 32": (lambda size: RejectionRule("ac"), DraftTree.chain(32)),
-    "PAC (rejection), full 3.3, 64": (lambda size: RejectionRule("pac"), DraftTree.full(64, 3, 3)),
+    "PAC (rejection), full 3.3, 64": (lambda size: RejectionRule("pac", keep_at_leaf=False), DraftTree.full(64, 3, 3)),
+    "PAC (rejection), full 3.3, leaf kept, 64": (lambda size: RejectionRule("pac"), DraftTree.full(64, 3, 3)),
     "race, comb 8.4.4.2, 64": (lambda size: RaceRule(CounterNoise(size)), DraftTree.comb(64, (8, 4, 4, 2))),
     "race, default tree, 64": (lambda size: RaceRule(CounterNoise(size)), default_tree(64)),
 }

@@ -25,8 +25,8 @@ from examples.train_emoji.muon import Muon
 class LMSchedule:
     """How long, how fast."""
 
-    steps: int = 2060
-    decay_start: int = 1300
+    steps: int = 8000
+    decay_start: int = 5000
     warm_up: int = 30
     batch: int = 16
     matrix_rate: float = 0.02
@@ -42,9 +42,9 @@ class LMSchedule:
 class Training:
     """Model, optimizers and step counter; saves and resumes."""
 
-    def __init__(self, shape: ModelShape, schedule: LMSchedule, path: Path):
+    def __init__(self, shape: ModelShape, schedule: LMSchedule, path: Path, bfloat16: bool = False):
         torch.manual_seed(5)
-        self.schedule, self.path, self.step = schedule, path, 0
+        self.schedule, self.path, self.step, self.bfloat16 = schedule, path, 0, bfloat16
         self.model = LanguageModel(shape)
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -79,7 +79,8 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         tokens, targets = corpus.batch(self.schedule.batch, np.random.default_rng((17, self.step)))
-        loss = forward(tokens, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            loss = forward(tokens, targets)
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -99,7 +100,7 @@ def train(
     corpus: corpora.Corpus,
     held_out: corpora.Corpus,
     training: Training,
-    compiled: bool = True,
+    compiled: bool = False,
     log_every: int = 50,
     save_every: int = 100,
 ) -> None:
@@ -124,16 +125,21 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for data and checkpoints")
     parser.add_argument("--steps", type=int, default=LMSchedule.steps)
     parser.add_argument("--decay-start", type=int, default=LMSchedule.decay_start)
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile (faster in float32 only)")
+    parser.add_argument(
+        "--bfloat16",
+        action="store_true",
+        help="autocast: faster on CPUs with AVX-512 bf16 or AMX, far slower on others",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     schedule = LMSchedule(steps=arguments.steps, decay_start=arguments.decay_start)
-    training = Training(ModelShape(), schedule, arguments.work / "lm.pt")
+    training = Training(ModelShape(), schedule, arguments.work / "lm.pt", arguments.bfloat16)
     train(
         corpora.load(arguments.work / "corpus.npz"),
         corpora.load(arguments.work / "held_out.npz"),
         training,
-        compiled=not arguments.eager,
+        compiled=arguments.compile,
     )
 
 

@@ -1,4 +1,4 @@
-"""Train the pixel tokenizer: 128×128 pictures ↔ 16×16 codes out of a codebook of 512.
+"""Train the pixel tokenizer: 128×128 pictures ↔ 16×16 codes out of a codebook of 1024.
 
 Schedule (by steps): unquantised warm-up, then the codebook is initialised from encoder outputs and
 follows them by exponential moving averages; for the last part encoder and codebook are frozen and the
@@ -31,12 +31,12 @@ class VQSchedule:
     """Steps of each phase, and the batch sizes that go with the two picture sizes."""
 
     warm_up: int = 60
-    crops: int = 1300
+    crops: int = 1800
     frozen_share: float = 0.3
-    full: int = 500
+    full: int = 700
     crop_batch: int = 16
     full_batch: int = 4
-    codebook_size: int = 512
+    codebook_size: int = 1024
     learning_rate: float = 2e-3
 
     @property

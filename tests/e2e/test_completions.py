@@ -33,7 +33,7 @@ def test_eight_requests_at_once_return_whole_pictures(server: Server, client: An
         assert tokens[16:TOKENS:17] == [3] * 16
         assert tokens[-1] == 4
         codes = [token for position, token in enumerate(tokens[:-1]) if position % 17 != 16]
-        assert all(256 <= token < 768 for token in codes)
+        assert all(256 <= token < 1280 for token in codes)
     assert crowd[3] == complete(client, 3, **guidance)
     assert crowd[4] == complete(client, 4)
     server.wait_idle()
@@ -44,7 +44,7 @@ def test_guidance_over_xargs_is_the_guidance_of_the_images_api(client: Any) -> N
     from vllm_sjd_pac.models.layout import ImageLayout
 
     tokens = complete(client, 21, vllm_xargs={"guidance_scale": 4.0})
-    layout = ImageLayout(256, 512, 16, 16, end_of_line=3, end_tokens=(4,))
+    layout = ImageLayout(256, 1024, 16, 16, end_of_line=3, end_tokens=(4,))
     pixels = PixelDecoder.from_checkpoint(checkpoint_path()).decode(layout.grid(tokens).unsqueeze(0))[0]
     drawn = picture(draw(client, seed=21, guidance_scale=4.0).data[0].b64_json)
     assert drawn.tobytes() == pixels.numpy().tobytes()

@@ -62,7 +62,7 @@ def test_stock_llama_closes_every_row_and_the_picture() -> None:
 
 
 def test_codes_become_a_picture_quickly(decoder: emoji.PixelDecoder) -> None:
-    codes = torch.randint(0, 512, (1, 16, 16), generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(0, 1024, (1, 16, 16), generator=torch.Generator().manual_seed(0))
     pixels = decoder.decode(codes)
     assert pixels.shape == (1, 128, 128, 3)
     assert pixels.dtype == torch.uint8
@@ -76,7 +76,7 @@ def test_codes_become_a_picture_quickly(decoder: emoji.PixelDecoder) -> None:
 
 
 def test_cells_that_are_not_drawn_are_grey(decoder: emoji.PixelDecoder) -> None:
-    codes = torch.randint(0, 512, (2, 16, 16), generator=torch.Generator().manual_seed(1))
+    codes = torch.randint(0, 1024, (2, 16, 16), generator=torch.Generator().manual_seed(1))
     whole = decoder.decode(codes)
     partial = codes.clone()
     partial[0, 7, 5:] = -1
