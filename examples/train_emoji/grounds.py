@@ -11,8 +11,8 @@ from examples.train_emoji import sources
 
 SIDE = 128
 POOL = 24
-GRAIN_CELLS = (7.0, 18.0)
-GRAIN_STRENGTH = (9.0, 17.0)
+GRAIN_CELLS = (9.0, 20.0)
+GRAIN_STRENGTH = (13.0, 24.0)
 
 
 def plain(colour: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
@@ -59,8 +59,8 @@ def add_grain(canvas: np.ndarray, fields: list[np.ndarray], rng: np.random.Gener
 def make_pools(folder: Path, seed: int = 7) -> dict[str, list[np.ndarray]]:
     """Pictures at least 128 px on each side, by ground."""
     rng = np.random.default_rng(seed)
-    grass = _tint(_resized(sources.load_texture("grass.png"), 0.6), (52, 92, 22), (168, 214, 84))
-    gravel = _tint(_resized(sources.load_texture("gravel.png"), 0.75), (48, 42, 40), (205, 192, 178))
+    grass = _tint(_resized(sources.load_texture("grass.png"), 1.4), (52, 92, 22), (168, 214, 84))
+    gravel = _tint(_resized(sources.load_texture("gravel.png"), 1.6), (48, 42, 40), (205, 192, 178))
     bricks = np.rot90(sources.load_texture("brick.png"))
     bricks = _tint(_resized(bricks, 0.6), (128, 44, 30), (222, 196, 176))
     hubble = np.clip(_resized(sources.load_texture("hubble_deep_field.jpg"), 0.55) * 1.25, 0, 255).astype(np.uint8)
@@ -68,19 +68,29 @@ def make_pools(folder: Path, seed: int = 7) -> dict[str, list[np.ndarray]]:
     sky = _tint(_resized(sky, 1.6), (58, 118, 205), (255, 255, 255))
     woods = sources.load_panorama(folder, "blender forest")[120:300]
     pines = sources.load_panorama(folder, "forest")[48:150]
-    pines = _tint(_resized(pines, 1.5), (14, 38, 20), (196, 226, 170))
-    woods = _tint(woods, (18, 44, 16), (206, 232, 160))
+    pines = _tint(_resized(pines, 2.2), (14, 38, 20), (196, 226, 170))
+    woods = _tint(_resized(woods, 1.6), (18, 44, 16), (206, 232, 160))
     return {
         "grass": [grass],
         "pebbles": [gravel],
         "bricks": [bricks],
-        "space": [hubble],
+        "space": [_nebula(rng, hubble) for _ in range(POOL // 4)],
         "sky": [sky],
         "forest": [woods, pines],
         "beach": [_beach(rng) for _ in range(POOL)],
         "sea": [_sea(rng) for _ in range(POOL)],
         "snow": [_snow(rng) for _ in range(POOL)],
     }
+
+
+def _nebula(rng: np.random.Generator, stars: np.ndarray) -> np.ndarray:
+    """Stars among coloured clouds."""
+    height, width = stars.shape[:2]
+    clouds = (
+        np.stack([_noise(rng, height, width, 26, 26) for _ in range(3)], -1)
+        + _noise(rng, height, width, 14, 14)[..., None]
+    )
+    return np.clip(stars + 26 * np.maximum(clouds + 0.2, 0) * np.array([1.0, 0.6, 1.3]), 0, 255).astype(np.uint8)
 
 
 def _resized(picture: np.ndarray, ratio: float) -> np.ndarray:
