@@ -38,6 +38,17 @@ class GeneratedImage:
         return len(self.token_ids) / self.forwards
 
 
+def default_engine_args() -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` for pictures in this process, by platform."""
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {"seed": 0, "disable_log_stats": True}
+    if current_platform.is_cpu():
+        # float32: exact, and many CPUs emulate bf16 at a small fraction of its speed.
+        arguments |= {"dtype": "float32", "enforce_eager": True, "block_size": 32}
+    return arguments
+
+
 class ImageGenerator:
     """An in-process vLLM engine that draws.
 
@@ -60,7 +71,6 @@ class ImageGenerator:
         **engine_args: Any,
     ) -> None:
         from vllm import LLM
-        from vllm.platforms import current_platform
 
         from vllm_sjd_pac.models.emoji import checkpoint_path
         from vllm_sjd_pac.models.family import find_family
@@ -69,11 +79,8 @@ class ImageGenerator:
         chosen = {"model": METHOD, "adaptive_window": False, **(options or {})}
         if not speculation:
             chosen["mode"] = "ar"
-        arguments: dict[str, Any] = {"seed": 0, "disable_log_stats": True, "max_num_seqs": 16}
-        if current_platform.is_cpu():
-            # float32: exact, and many CPUs emulate bf16 at a small fraction of its speed.
-            arguments |= {"dtype": "float32", "enforce_eager": True, "block_size": 32}
-        self.llm = LLM(model or str(checkpoint_path()), speculative_config=chosen, **{**arguments, **engine_args})
+        arguments = {**default_engine_args(), "max_num_seqs": 16, **engine_args}
+        self.llm = LLM(model or str(checkpoint_path()), speculative_config=chosen, **arguments)
         config = self.llm.llm_engine.vllm_config.model_config
         self.family = find_family(config.hf_config, config.model)
         self.decoder = self.family.load_pixel_decoder()

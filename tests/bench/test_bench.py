@@ -86,7 +86,7 @@ def test_compression_of_the_bundled_model(tmp_path: Path, capsys: pytest.Capture
 def test_load_and_what_it_leaves_behind() -> None:
     from vllm_sjd_pac.bench import settings
     from vllm_sjd_pac.bench.load import closed_loop
-    from vllm_sjd_pac.bench.memory import state_of
+    from vllm_sjd_pac.bench.memory import growth, state_of
 
     settings.set_environment()
     generator = settings.adaptive(31).start(None, 8, {})
@@ -96,9 +96,10 @@ def test_load_and_what_it_leaves_behind() -> None:
     assert result.drafts is not None
     assert 0 < result.drafts <= 31
     assert max(result.latencies) <= result.seconds
-    closed_loop(generator, 1, 1, guidance=1.0)
-    held = state_of(generator)
-    assert held["windows"] == held["scheduler_requests"] == 0
+    trace = growth(generator, 2, 2, guidance=1.0)
+    assert trace[0][0] == 0
+    assert trace[-1][0] == 2
+    assert set(state_of(generator).values()) == {0}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,11 @@ def test_bad_input_is_named(arguments: list[str], named: str, capsys: pytest.Cap
         main(["bench", *arguments])
     assert error.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_an_unknown_setting_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "compression", "--only", "jacobi"]) == 2
+    assert "--only jacobi: no setting's name contains it; there are rejection, sjd" in capsys.readouterr().err
 
 
 def test_rows_become_a_table() -> None:

@@ -101,7 +101,11 @@ def test_rejection_trees_follow_the_law(mode, tree, toy, proposal):
 
 @pytest.mark.parametrize("toy", TOYS[1:3], ids=repr)
 @pytest.mark.parametrize("tree", [TREES[0], TREES[4]], ids=lambda tree: tree.family)
-@pytest.mark.parametrize("options", [{"candidates": "residual"}, {"smoothing": 0.3}], ids=["residual", "smoothed"])
+@pytest.mark.parametrize(
+    "options",
+    [{"candidates": "residual"}, {"smoothing": 0.3}, {"keep_at_leaf": False}],
+    ids=["residual", "smoothed", "published leaf"],
+)
 def test_rejection_variants_follow_the_law(options, tree, toy):
     p, events, _ = decode(toy, tree, mode="pac", **options)
     assert p > LEAST_P

@@ -31,7 +31,7 @@ def simulate(
             count = 0
             while count < drafts and rng.random() < SURVIVAL:
                 count += 1
-            accepted.append((drafts, count))
+            accepted.append(count)
         controller.observe(tokens, sequences, seconds, accepted)
     return chosen
 
@@ -74,7 +74,7 @@ def test_a_window_is_judged_by_its_own_acceptance(sequences: int) -> None:
             count = 0
             while count < drafts and rng.random() < survival:
                 count += 1
-            accepted.append((drafts, count))
+            accepted.append(count)
         tokens = sequences * (drafts + 1)
         seconds = (cost[0] + cost[1] * tokens + cost[2] * sequences) * rng.uniform(0.9, 1.2)
         controller.observe(tokens, sequences, seconds, accepted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ def _kind(kinds: Any, name: str, run: Any, text: str) -> Any:
     kind.add_argument("--guidance", type=float, default=3.0, help="guidance scale; 1 is off (default: 3)")
     kind.add_argument("--drafts", type=_positive, default=63, help="drafted nodes per step (default: 63)")
     kind.add_argument("--dtype", default=None, help="as vLLM's --dtype (default: float32 on CPUs)")
+    kind.add_argument("--prompts", nargs="+", default=list(named.PROMPTS), help="what to draw, in turns")
     kind.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="also write JSON and PNG here")
-    kind.set_defaults(run=run)
+    kind.set_defaults(run=run, load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     return kind
 
 
@@ -72,18 +74,19 @@ def _engine_args(given: argparse.Namespace) -> dict[str, Any]:
     return {} if given.dtype is None else {"dtype": given.dtype}
 
 
-def _publish(given: argparse.Namespace, name: str, rows: Any, plotted: str | None = None) -> int:
+def _publish(given: argparse.Namespace, name: str, rows: Any, kind: str | None = None) -> int:
     from vllm_sjd_pac.bench import report
 
-    about = {
-        **named.machine(),
-        "options": {key: str(value) for key, value in vars(given).items() if key not in ("run", "rest")},
-    }
+    options = {key: str(value) for key, value in vars(given).items() if key not in ("run", "rest", "output", "load")}
+    # A folder's name is enough: results are published, and paths of the machine are nobody's business.
+    options["model"] = Path(given.model).name if given.model else "bundled"
+    about = {**named.machine(given.load), "options": options}
     print(report.markdown(rows))
-    print(f"\n{about['processor']}, {about['cores']} cores, {about['instructions']}; vLLM {about['vllm']}")
+    device = about["gpu"] or f"{about['processor']}, {about['cores']} cores, {about['instructions']}"
+    print(f"\n{device}; vLLM {about['vllm']}")
     if given.output is not None:
         print(report.save(given.output, name, about, rows), file=sys.stderr)
-        path = report.plot(given.output, plotted or name, rows)
+        path = report.plot(given.output, name, kind or name, rows)
         print(path or "no plot: pip install matplotlib", file=sys.stderr)
     return 0
 
@@ -93,7 +96,9 @@ def compression(given: argparse.Namespace) -> int:
     named.set_environment()
     from vllm_sjd_pac.bench.compression import table
 
-    rows = table(given.drafts, given.model, given.pictures, given.guidance, _engine_args(given), given.only)
+    rows = table(
+        given.drafts, given.model, given.pictures, given.guidance, _engine_args(given), given.only, given.prompts
+    )
     return _publish(given, "compression", rows)
 
 
@@ -104,24 +109,27 @@ def picture(given: argparse.Namespace) -> int:
 
     arguments, guidance = _engine_args(given), 1.0 if given.peers else given.guidance
     chosen = [named.OFF, *(named.window(drafts) for drafts in dict.fromkeys([given.drafts, *given.windows]))]
-    draws = {s.name: drawing(s, given.model, guidance, arguments) for s in chosen}
+    published: list[named.Setting] = []
     if given.peers:
         nodes = {"num_speculative_tokens": given.drafts, "acceptance": "rejection"}
         published = [
             named.Setting("SJD (rejection, chain)", {**nodes, "mode": "sjd", "tree": "chain"}),
             named.Setting("PAC (rejection, full 3.3)", {**nodes, "tree": "full:3.3"}),
         ]
+    engines = len(chosen) + (len(published) + 2 if given.peers else 0)
+    plain = {"plain vLLM": stock(given.model, arguments, engines=engines)} if given.peers else {}
+    draws = {s.name: drawing(s, given.model, guidance, arguments, engines) for s in [*chosen, *published]}
+    draws = {**plain, **draws}
+    if given.peers:
         ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-        draws |= {s.name: drawing(s, given.model, guidance, arguments) for s in published}
         # Started last: vLLM 0.32 cannot start another engine on a CPU in a process whose n-gram proposer loaded numba.
-        plain = {"plain vLLM": stock(given.model, arguments)}
-        draws = {**plain, **draws, "vLLM, n-gram speculation": stock(given.model, arguments, ngram)}
-    timings = in_turns(draws, given.turns, _tokens(given.model))
+        draws["vLLM, n-gram speculation"] = stock(given.model, arguments, ngram, engines)
+    timings = in_turns(draws, given.turns, _tokens(given.model, given.prompts[0]), given.prompts)
     rows = [timing.summary(timings[0]) for timing in timings]
     return _publish(given, "peers" if given.peers else "picture", rows, "picture")
 
 
-def _tokens(model: str | None) -> int:
+def _tokens(model: str | None, prompt: str) -> int:
     """Tokens of a picture of the model's usual size."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -130,8 +138,8 @@ def _tokens(model: str | None) -> int:
 
     path = model or str(checkpoint_path())
     family = find_family(AutoConfig.from_pretrained(path), path)
-    prompt = family.encode_prompt(AutoTokenizer.from_pretrained(path), named.PROMPTS[0])
-    return family.layout(prompt.prompt_token_ids).length
+    encoded = family.encode_prompt(AutoTokenizer.from_pretrained(path), prompt)
+    return family.layout(encoded.prompt_token_ids).length
 
 
 def load(given: argparse.Namespace) -> int:
@@ -148,6 +156,7 @@ def load(given: argparse.Namespace) -> int:
         rounds=given.rounds,
         guidance=given.guidance,
         engine_args=_engine_args(given),
+        prompts=given.prompts,
     )
     return _publish(given, "load", rows)
 
@@ -158,7 +167,7 @@ def overhead(given: argparse.Namespace) -> int:
     from vllm_sjd_pac.bench.overhead import profile
 
     generator = named.window(given.drafts).start(given.model, 2 * max(given.batches), _engine_args(given))
-    return _publish(given, "overhead", profile(generator, given.batches, given.pictures, given.guidance))
+    return _publish(given, "overhead", profile(generator, given.batches, given.pictures, given.guidance, given.prompts))
 
 
 def memory(given: argparse.Namespace) -> int:
@@ -182,9 +191,10 @@ def memory(given: argparse.Namespace) -> int:
     ]
     print(report.markdown(sizes) + "\n")
     # A cache of just the blocks that a full batch needs: a larger one grows into memory as its blocks are first used.
-    blocks = {"num_gpu_blocks_override": 2 * given.batch * (_tokens(given.model) // 32 + 6)}
+    tokens = _tokens(given.model, given.prompts[0]) + given.drafts + 64
+    blocks = {"num_gpu_blocks_override": 2 * given.batch * (tokens // 32 + 2)}
     generator = named.window(given.drafts).start(given.model, 2 * given.batch, {**_engine_args(given), **blocks})
-    trace = measured.growth(generator, given.requests, given.batch, given.guidance)
+    trace = measured.growth(generator, given.requests, given.batch, given.guidance, given.prompts)
     held = measured.state_of(generator)
     print(f"still held by the engine afterwards: {held}\n")
     return _publish(given, "memory", [{"requests": count, "resident_mib": round(size, 1)} for count, size in trace])

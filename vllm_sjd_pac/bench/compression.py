@@ -29,16 +29,22 @@ def settings(drafts: int) -> list[Setting]:
 
 
 def measure(
-    setting: Setting, model: str | None, pictures: int, guidance: float, engine_args: dict[str, Any]
+    setting: Setting,
+    model: str | None,
+    pictures: int,
+    guidance: float,
+    engine_args: dict[str, Any],
+    engines: int = 1,
+    prompts: Sequence[str] = PROMPTS,
 ) -> dict[str, Any]:
     """Mean over pictures of tokens / forward passes, its standard error, and the histogram of tokens in a pass."""
-    generator = setting.start(model, 2 * BATCH, engine_args)
+    generator = setting.start(model, 2 * BATCH, engine_args, engines)
     speeds: list[float] = []
     histogram: Counter[int] = Counter()
     for start in range(0, pictures, BATCH):
         batch = range(start, min(start + BATCH, pictures))
-        prompts = [PROMPTS[index % len(PROMPTS)] for index in batch]
-        for picture in generator.generate(prompts, seeds=list(batch), guidance_scale=guidance):
+        chosen = [prompts[index % len(prompts)] for index in batch]
+        for picture in generator.generate(chosen, seeds=list(batch), guidance_scale=guidance):
             speeds.append(picture.tokens_per_forward)
             histogram.update(count + 1 for count in picture.accepted)
     passes = sum(histogram.values())
@@ -58,9 +64,19 @@ def table(
     guidance: float,
     engine_args: dict[str, Any],
     only: Sequence[str] = (),
+    prompts: Sequence[str] = PROMPTS,
 ) -> list[dict[str, Any]]:
-    """`measure` for all `settings` (those whose name contains one of `only`)."""
-    chosen = [s for s in settings(drafts) if not only or any(part in s.name for part in only)]
-    rows = [measure(setting, model, pictures, guidance, engine_args) for setting in chosen]
+    """`measure` for all `settings` (those whose name contains one of `only`).
+
+    Raises:
+        ValueError: no setting's name contains any of `only`.
+    """
+    known = settings(drafts)
+    chosen = [s for s in known if not only or any(part in s.name for part in only)]
+    if not chosen:
+        raise ValueError(
+            f"--only {' '.join(only)}: no setting's name contains it; there are {', '.join(s.name for s in known)}"
+        )
+    rows = [measure(s, model, pictures, guidance, engine_args, len(chosen), prompts) for s in chosen]
     base = rows[0]["tokens_per_forward"]
     return [{**row, "against_first": round(row["tokens_per_forward"] / base, 3)} for row in rows]

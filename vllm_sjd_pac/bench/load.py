@@ -30,14 +30,25 @@ class Round:
         return 60 * self.pictures / self.seconds
 
 
-def closed_loop(generator: ImageGenerator, concurrency: int, pictures: int, guidance: float, seed: int = 0) -> Round:
-    """Keep `concurrency` pictures in flight until `pictures` are done. Tokens only: pixels are not decoded."""
+def closed_loop(
+    generator: ImageGenerator,
+    concurrency: int,
+    pictures: int,
+    guidance: float,
+    seed: int = 0,
+    prompts: Sequence[str] = PROMPTS,
+) -> Round:
+    """Keep `concurrency` pictures in flight until `pictures` are done. Tokens only: pixels are not decoded.
+
+    Raises:
+        RuntimeError: the engine refused a request; the message is its reason.
+    """
     from vllm import TokensPrompt
 
     from vllm_sjd_pac.engine.requests import image_sampling_params
 
     engine, family, tokenizer = generator.llm.llm_engine, generator.family, generator.llm.get_tokenizer()
-    encoded = [family.encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
+    encoded = [family.encode_prompt(tokenizer, prompt) for prompt in prompts]
     window: Any = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
     born: dict[str, float] = {}
     latencies: list[float] = []
@@ -56,6 +67,8 @@ def closed_loop(generator: ImageGenerator, concurrency: int, pictures: int, guid
         for output in engine.step():
             if output.finished:
                 completions: Any = output.outputs
+                if completions[0].finish_reason == "error":
+                    raise RuntimeError(f"the engine refused a request: {completions[0].stop_reason}")
                 forwards += len(completions[0].spec_decode_metrics.per_step_accepted)
                 name = "-".join(output.request_id.split("-")[:2])
                 latencies.append(time.perf_counter() - born.pop(name))
@@ -74,6 +87,7 @@ def compare(
     rounds: int,
     guidance: float,
     engine_args: dict[str, Any],
+    prompts: Sequence[str] = PROMPTS,
 ) -> list[dict[str, Any]]:
     """One row per concurrency and setting; ratios are medians over turns against the first setting.
 
@@ -81,14 +95,14 @@ def compare(
         turns: how often the settings take turns; rounds: pictures of a turn, per picture in flight.
     """
     most = 2 * max(concurrencies)
-    generators = {setting.name: setting.start(model, most, engine_args) for setting in settings}
+    generators = {setting.name: setting.start(model, most, engine_args, len(settings)) for setting in settings}
     rows = []
     for concurrency in concurrencies:
         results: dict[str, list[Round]] = {name: [] for name in generators}
         for turn in range(-1, turns):
             for name, generator in generators.items():
                 count = concurrency * (rounds if turn >= 0 else 1)
-                result = closed_loop(generator, concurrency, count, guidance, seed=1000 * turn)
+                result = closed_loop(generator, concurrency, count, guidance, 1000 * turn, prompts)
                 if turn >= 0:
                     results[name].append(result)
         base = results[settings[0].name]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm_sjd_pac.bench.settings import PROMPTS
 
 if TYPE_CHECKING:
     from vllm_sjd_pac.offline import ImageGenerator
@@ -29,19 +32,22 @@ def resident_megabytes() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def growth(generator: ImageGenerator, requests: int, at_once: int, guidance: float) -> list[tuple[int, float]]:
+def growth(
+    generator: ImageGenerator, requests: int, at_once: int, guidance: float, prompts: Sequence[str] = PROMPTS
+) -> list[tuple[int, float]]:
     """(requests done, resident MiB) at about twenty moments while `requests` pictures are drawn."""
     from vllm_sjd_pac.bench.load import closed_loop
 
     # Full batches first, so that buffers have their size; then what is measured.
-    closed_loop(generator, at_once, at_once * 2, guidance)
+    closed_loop(generator, at_once, at_once * 2, guidance, prompts=prompts)
     trace = [(0, resident_megabytes())]
     done = 0
     while done < requests:
         count = min(max(at_once, requests // 20), requests - done)
-        closed_loop(generator, at_once, count, guidance, seed=done)
+        closed_loop(generator, at_once, count, guidance, done, prompts)
         done += count
         trace.append((done, resident_megabytes()))
+    generator.llm.llm_engine.step()  # the workers hear of the last requests' end with the next step
     return trace
 
 

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_sjd_pac.bench.load import closed_loop
+from vllm_sjd_pac.bench.settings import PROMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,21 +31,39 @@ class Timer:
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self.wait()
             started = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
+                self.wait()
                 self.seconds += time.perf_counter() - started
                 self.calls += 1
 
+        own = name in vars(owner)
         setattr(owner, name, timed)
         try:
             yield
         finally:
-            delattr(owner, name)
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+    @staticmethod
+    def wait() -> None:
+        """On a GPU, until it has done what was launched: parts are measured one after the other, not overlapped."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
-def profile(generator: ImageGenerator, batches: Sequence[int], pictures: int, guidance: float) -> list[dict[str, Any]]:
+def profile(
+    generator: ImageGenerator,
+    batches: Sequence[int],
+    pictures: int,
+    guidance: float,
+    prompts: Sequence[str] = PROMPTS,
+) -> list[dict[str, Any]]:
     """Milliseconds of a step by part, per batch size; ``pictures`` drawn for each picture of a batch.
 
     ``forward`` and ``logits`` are the network; ``prepare``: inputs; ``sampling``: verification; ``drafting``: the next
@@ -64,13 +85,13 @@ def profile(generator: ImageGenerator, batches: Sequence[int], pictures: int, gu
     }
     rows = []
     for batch in batches:
-        closed_loop(generator, batch, batch, guidance)
+        closed_loop(generator, batch, batch, guidance, prompts=prompts)
         with ExitStack() as stack:
             timers = {}
             for name, (owner, method) in parts.items():
                 timers[name] = Timer()
                 stack.enter_context(timers[name].on(owner, method))
-            closed_loop(generator, batch, batch * pictures, guidance)
+            closed_loop(generator, batch, batch * pictures, guidance, prompts=prompts)
         steps = timers["step"].calls
         total = 1e3 * timers["step"].seconds / steps
         row: dict[str, Any] = {"pictures_at_once": batch, "steps": steps, "step_ms": round(total, 2)}

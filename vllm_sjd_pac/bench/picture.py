@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_sjd_pac.bench.settings import PROMPTS, Setting
+from vllm_sjd_pac.bench.settings import PROMPTS, Setting, memory_share
 
 Draw = Callable[[str, int], int | None]
 """(prompt, seed) -> forward passes that the picture took, None = not known."""
@@ -37,9 +37,11 @@ class Timing:
         }
 
 
-def drawing(setting: Setting, model: str | None, guidance: float, engine_args: Mapping[str, Any]) -> Draw:
-    """A function that draws one picture with an engine of this setting."""
-    generator = setting.start(model, 2, engine_args)
+def drawing(
+    setting: Setting, model: str | None, guidance: float, engine_args: Mapping[str, Any], engines: int = 1
+) -> Draw:
+    """A function that draws one picture with an engine of this setting, one of `engines` in this process."""
+    generator = setting.start(model, 2, engine_args, engines)
 
     def draw(prompt: str, seed: int) -> int:
         return generator.generate(prompt, seeds=seed, guidance_scale=guidance)[0].forwards
@@ -48,18 +50,22 @@ def drawing(setting: Setting, model: str | None, guidance: float, engine_args: M
 
 
 def stock(
-    model: str | None, engine_args: Mapping[str, Any], speculative_config: Mapping[str, Any] | None = None
+    model: str | None,
+    engine_args: Mapping[str, Any],
+    speculative_config: Mapping[str, Any] | None = None,
+    engines: int = 1,
 ) -> Draw:
     """A function that draws with vLLM as it comes, without guidance: plain, or with a speculation of its own."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from vllm_sjd_pac.models.emoji import checkpoint_path
     from vllm_sjd_pac.models.family import find_family
+    from vllm_sjd_pac.offline import default_engine_args
 
-    arguments: dict[str, Any] = {"max_num_seqs": 2, "dtype": "float32", "enforce_eager": True, "block_size": 32}
+    arguments: dict[str, Any] = {**default_engine_args(), "max_num_seqs": 2, **memory_share(engines)}
     if speculative_config is not None:
         arguments["speculative_config"] = dict(speculative_config)
-    llm = LLM(model or str(checkpoint_path()), seed=0, disable_log_stats=True, **{**arguments, **engine_args})
+    llm = LLM(model or str(checkpoint_path()), **{**arguments, **engine_args})
     config = llm.llm_engine.vllm_config.model_config
     family = find_family(config.hf_config, config.model)
     tokenizer = llm.get_tokenizer()

@@ -33,8 +33,8 @@ def save(folder: Path, name: str, about: Mapping[str, Any], rows: Any) -> Path:
     return path
 
 
-def plot(folder: Path, name: str, rows: Any) -> Path | None:
-    """``folder/name.png``, where matplotlib is installed and the measurement has a picture; else None."""
+def plot(folder: Path, name: str, kind: str, rows: Any) -> Path | None:
+    """``folder/name.png``, drawn as a measurement of this kind; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -44,7 +44,7 @@ def plot(folder: Path, name: str, rows: Any) -> Path | None:
 
     draw = {"compression": _compression, "picture": _picture, "load": _load, "overhead": _overhead, "memory": _memory}
     figure, axes = pyplot.subplots(figsize=(7.2, 3.8))
-    draw[name](axes, rows)
+    draw[kind](axes, rows)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     folder.mkdir(parents=True, exist_ok=True)

@@ -36,13 +36,18 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     speculation: bool = True
 
-    def start(self, model: str | None, max_num_seqs: int, engine_args: Mapping[str, Any]) -> ImageGenerator:
-        """An engine of this setting for up to `max_num_seqs` sequences (a guided picture is two)."""
+    def start(
+        self, model: str | None, max_num_seqs: int, engine_args: Mapping[str, Any], engines: int = 1
+    ) -> ImageGenerator:
+        """An engine of this setting for up to `max_num_seqs` sequences (a guided picture is two).
+
+        Args:
+            engines: how many share this process, and the memory of its GPU.
+        """
         from vllm_sjd_pac.offline import ImageGenerator
 
-        return ImageGenerator(
-            model, speculation=self.speculation, options=self.options, max_num_seqs=max_num_seqs, **engine_args
-        )
+        arguments = {"max_num_seqs": max_num_seqs, **memory_share(engines), **engine_args}
+        return ImageGenerator(model, speculation=self.speculation, options=self.options, **arguments)
 
 
 OFF = Setting("off", speculation=False)
@@ -58,6 +63,13 @@ def adaptive(drafts: int) -> Setting:
     return Setting("adaptive", {"num_speculative_tokens": drafts, "adaptive_window": True})
 
 
+def memory_share(engines: int) -> dict[str, Any]:
+    """Arguments that give each of `engines` engines on one GPU its share of the memory."""
+    from vllm.platforms import current_platform
+
+    return {} if current_platform.is_cpu() else {"gpu_memory_utilization": round(0.9 / engines, 3)}
+
+
 def set_environment() -> None:
     """Engines in this process, quiet, with a small key-value cache each; what the user has set stays."""
     for name, value in {
@@ -68,8 +80,8 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def machine() -> dict[str, Any]:
-    """Versions, processor, threads: what a number means nothing without."""
+def machine(load_average: float) -> dict[str, Any]:
+    """Versions, processor, threads: what a number means nothing without; `load_average` of before the measurement."""
     import torch
     import vllm
 
@@ -89,5 +101,5 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        "load_average": round(os.getloadavg()[0], 2),
+        "load_average_before": round(load_average, 2),
     }

@@ -191,9 +191,11 @@ class RaceRule(AcceptanceRule):
             match = (before[:, offset] == previous.unsqueeze(1)).byte().argmax(1, keepdim=True)
             previous = drafts[:, offset].gather(1, match).squeeze(1)
             chosen.append(previous)
-        main = history[:, 0].clone()
-        main[place[inside]] = torch.stack(chosen, 1)[inside]
-        return main
+        # Offsets outside a window write to a place beyond the end: a mask as index would wait for the GPU.
+        end = history.shape[0]
+        main = torch.cat([history[:, 0], history.new_zeros(1)])
+        main.index_copy_(0, torch.where(inside, place, end).flatten(), torch.stack(chosen, 1).flatten())
+        return main[:end]
 
     def _siblings(
         self, trees: TreeBatch, plan: WindowPlan, scores: Tensor, drafts: Tensor, history: Tensor

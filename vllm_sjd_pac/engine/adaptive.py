@@ -78,13 +78,13 @@ class WindowController:
 
     # ---- learning -------------------------------------------------------------------------------------------------
 
-    def observe(self, tokens: int, sequences: int, seconds: float, accepted: Iterable[tuple[int, int]]) -> None:
+    def observe(self, tokens: int, sequences: int, seconds: float, accepted: Iterable[int]) -> None:
         """Learn from one step.
 
         Args:
             tokens: scheduled tokens of the step; sequences: scheduled sequences, twins included.
             seconds: from scheduling to the step's output.
-            accepted: per request with drafts: depth that its tree reached, drafts accepted.
+            accepted: drafts accepted, per request that had any.
         """
         self._steps += 1
         self._since_change += 1
@@ -94,7 +94,7 @@ class WindowController:
         cell.add(seconds, 1.0, self._steps, most=20.0)
         if len(self._times) > _MOST_CELLS:
             del self._times[min(self._times, key=lambda key: self._times[key].weight_at(self._steps))]
-        counts = [count for _, count in accepted]
+        counts = list(accepted)
         if counts and self._current and self._since_change > _SETTLE:
             gained = 1 + sum(counts) / len(counts)
             gain, reached = self._gains[self._current], self._reached[self._current]

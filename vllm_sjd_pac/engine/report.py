@@ -14,14 +14,14 @@ class StepReport:
 
     Attributes:
         kept: request id → main-chain nodes that the walk passed; their keys and values are final.
-        drafted: per image request with drafts: depth that its tree reached, drafts accepted.
+        accepted: drafts accepted, per image request that had any.
         undone: ids of guided requests (owners and twins) whose step does not count, since one of the pair had no rows.
         sampling_seconds: time of the runner spent outside the forward pass in this step.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
     undone: set[str] = field(default_factory=set)
-    drafted: list[tuple[int, int]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     sampling_seconds: float = 0.0
 
 

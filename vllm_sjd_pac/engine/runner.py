@@ -209,9 +209,8 @@ class JacobiRunnerMixin:
         for state, index, walked, main in zip(states, indices, committed, kept, strict=True):
             columns[index] = [token for token in walked if token >= 0]
             step.report.kept[state.request_id] = main
-            tree = step.trees.get(state.request_id)
-            if tree is not None:
-                step.report.drafted.append((tree.max_depth, len(columns[index]) - 1))
+            if state.request_id in step.trees:
+                step.report.accepted.append(len(columns[index]) - 1)
             self._advance_stock_generator(index, len(columns[index]))
 
     def _advance_stock_generator(self: Any, index: int, count: int) -> None:

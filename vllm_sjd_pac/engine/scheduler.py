@@ -159,7 +159,7 @@ class GuidedScheduler(Scheduler):
                 scheduler_output.total_num_scheduled_tokens,
                 len(scheduler_output.num_scheduled_tokens),
                 time.perf_counter() - self._scheduled_at,
-                report.drafted,
+                report.accepted,
             )
         before = {
             request_id: self.requests[request_id].num_tokens

@@ -33,9 +33,6 @@ class ChameleonFamily(SegmentFamily):
     def load_pixel_decoder(self) -> ChameleonPixels:
         return load_pixels(self.hf_config, self.model_path)
 
-    def unconditional(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        raise NotImplementedError
-
     def turn(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """A human's turn: begin of text, the words, end of turn."""
         tokens = list(tokenizer.encode(text))
