@@ -115,12 +115,17 @@ def test_bad_input_is_one_clear_line(words: list[str], named: str, capsys: pytes
         ("decode_context_parallel_size", 2, "--decode-context-parallel-size"),
     ],
 )
-@pytest.mark.parametrize("backend", ["mp", "ray"])
-def test_what_the_method_excludes_is_refused_at_start(field: str, value: Any, named: str, backend: str) -> None:
-    engine_args = parse("--speculative-model", "sjd_pac", "--distributed-executor-backend", backend)
+def test_what_the_method_excludes_is_refused_at_start(field: str, value: Any, named: str) -> None:
+    engine_args = parse("--speculative-model", "sjd_pac")
     setattr(engine_args, field, value)
     with pytest.raises(ValueError, match=named):
         arguments.apply(engine_args)
+
+
+def test_waiting_for_ray_nodes_needs_ray() -> None:
+    engine_args = parse("--speculative-model", "sjd_pac", "--sjd-pac-ray-wait", "30")
+    with pytest.raises(ValueError, match="--sjd-pac-ray-wait needs --distributed-executor-backend ray"):
+        engine_args.create_engine_config()
 
 
 def test_the_v2_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import psutil
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed")
+
+def require_ray_on_cpus() -> None:
+    """Skip a module whose workers need Ray, and a vLLM for CPUs."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("the clusters of these tests have CPU nodes only", allow_module_level=True)
 
 
 def workers() -> list[psutil.Process]:

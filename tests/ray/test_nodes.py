@@ -28,7 +28,7 @@ def test_a_node_like_the_driver_is_fit(here: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"plugin": None}, "has no vllm-sjd-pac"),
+        ({"plugin": None, "failure": "OSError: x"}, "has no working vllm-sjd-pac (OSError: x)"),
         ({"plugin": "0.0.9"}, "has vllm-sjd-pac 0.0.9 and the driver"),
         ({"source": "0" * 16}, "has source files of vllm-sjd-pac (SHA-256) 0000"),
         ({"vllm": "0.31.0"}, "has vLLM 0.31.0 and the driver 0.32"),
@@ -37,7 +37,7 @@ def test_a_node_like_the_driver_is_fit(here: dict[str, Any]) -> None:
         ({"entry_point": False}, "no entry point sjd_pac"),
         ({"allowed": ""}, "has VLLM_PLUGINS=''"),
         ({"allowed": "other,sjd_pac2"}, "leaves sjd_pac out"),
-        ({"model": None}, "has no config.json in the model's folder"),
+        ({"model": None}, f"has no config.json in the model's folder {checkpoint_path()}"),
         ({"model": "1"}, "has another config.json"),
     ],
 )

@@ -216,7 +216,7 @@ def _refuse_excluded(engine_args: Any) -> None:
 
 
 def check_engine_config(config: Any) -> None:
-    """Checks that need the model's configuration; under Ray, the executor of this plugin in place of vLLM's.
+    """Checks that need the whole configuration.
 
     Raises:
         ValueError: no image-token family knows the model, or the configuration excludes the method.
@@ -232,10 +232,27 @@ def check_engine_config(config: Any) -> None:
         raise ValueError("sjd_pac: asynchronous scheduling is on although the method excludes it")
     if model.use_fp64_gumbel:
         raise ValueError("sjd_pac: use_fp64_gumbel is not supported")
-    if config.parallel_config.distributed_executor_backend == "ray":
+    if options.ray_wait != SJDPACConfig().ray_wait and not _uses_ray(config.parallel_config):
+        raise ValueError(
+            "sjd_pac: --sjd-pac-ray-wait needs --distributed-executor-backend ray or --data-parallel-backend ray; "
+            "leave it out"
+        )
+
+
+def choose_executor(config: Any) -> None:
+    """Under Ray, the executor of this plugin in place of vLLM's.
+
+    Raises:
+        ValueError: see `vllm_sjd_pac.engine.ray.use_our_executor`.
+    """
+    if _uses_ray(config.parallel_config):
         from vllm_sjd_pac.engine.ray import use_our_executor  # Ray is an optional dependency
 
         use_our_executor(config)
+
+
+def _uses_ray(parallel_config: Any) -> bool:
+    return parallel_config.use_ray or parallel_config.data_parallel_backend == "ray"
 
 
 def options_of(config: Any) -> SJDPACConfig:

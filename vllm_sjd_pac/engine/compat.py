@@ -146,6 +146,7 @@ def hook_arguments() -> None:
             config = original(self, *args, **kwargs)
             if options is not None:
                 arguments.check_engine_config(config)
+                arguments.choose_executor(config)
                 method_is_in_use()
             return config
 
@@ -330,6 +331,28 @@ def ray_workers(kind: type) -> Iterator[None]:
         yield
     finally:
         module.RayWorkerProc = original  # type: ignore[misc]
+
+
+def place_ray_replicas(reserve: Callable[[Any, Any], tuple[list[Any], list[int]]]) -> None:
+    """Let `reserve` place the engines of ``--data-parallel-backend ray`` that run the method.
+
+    Called with the configuration and with vLLM's own placement, in the process that starts the engines.
+    ``CoreEngineActorManager`` itself looks at no node and waits for ever for what does not fit.
+    """
+    from vllm.v1.engine.utils import CoreEngineActorManager
+
+    def init(original: Any) -> Any:
+        def hook(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            if not is_selected(vllm_config.speculative_config):
+                original(self, vllm_config, *args, **kwargs)
+                return
+            groups, ranks = reserve(vllm_config, CoreEngineActorManager.create_dp_placement_groups)
+            original(self, vllm_config, *args, placement_groups=groups, local_dp_ranks=ranks, **kwargs)
+            self.created_placement_groups = groups  # for the manager to remove at its end
+
+        return hook
+
+    _wrap(CoreEngineActorManager, "__init__", init)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ class JacobiMethod(SpeculativeMethod):
 
     def check_config(self, vllm_config: Any) -> None:
         arguments.check_engine_config(vllm_config)
+        arguments.choose_executor(vllm_config)
         compat.method_is_in_use()
 
     def verify_sampling_params(self, params: Any, model_config: Any) -> None:

