@@ -34,7 +34,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def cluster(nodes: Sequence[Mapping[str, str]] = ({}, {}), *, cpus: int = 1) -> Iterator[dict[str, str]]:
-    """A Ray cluster on this machine while the block runs; yields the environment that a program needs to join it.
+    """A Ray cluster of CPU nodes on this machine while the block runs; yields the environment for programs to join it.
 
     Args:
         nodes: one mapping per node, the first of which is the head: environment variables of that node alone.
@@ -59,7 +59,15 @@ def cluster(nodes: Sequence[Mapping[str, str]] = ({}, {}), *, cpus: int = 1) -> 
                 place = ["--head", "--port", address.rpartition(":")[2], "--include-dashboard", "false"]
                 place += ["--ray-client-server-port", str(free_port()), "--temp-dir", str(folder)]
             command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *place]
-            command += ["--num-cpus", str(cpus), "--object-store-memory", "80000000", "--disable-usage-stats"]
+            command += [
+                "--num-cpus",
+                str(cpus),
+                "--num-gpus",
+                "0",
+                "--object-store-memory",
+                "80000000",
+                "--disable-usage-stats",
+            ]
             environment = {**os.environ, **joined, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", **variables}
             del environment["RAY_ADDRESS"]  # `ray start --head` refuses it
             log = folder / f"node-{number}.log"
@@ -122,7 +130,10 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("picture.png"))
     given = parser.parse_args()
     import openai
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        parser.error("its nodes offer CPUs only, and this vLLM is built for GPUs: install the extra `cpu`")
     with cluster() as joined:
         port = free_port()
         command = [sys.executable, "-m", "vllm_sjd_pac.cli", "serve", "--port", str(port), "--host", "127.0.0.1"]
