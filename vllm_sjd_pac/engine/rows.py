@@ -11,6 +11,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_sjd_pac.models.layout import FREE, ImageLayout
 
+_MOST_LAYOUTS = 64
 _EPSILON = 1e-5  # vLLM's own bound below which a temperature means greedy
 
 
@@ -26,6 +27,7 @@ class Columns:
         self.of_token = torch.full((vocab_size,), -1, dtype=torch.long, device=tokens.device)
         self.of_token[tokens] = torch.arange(len(tokens), device=tokens.device)
         self.is_everything = len(tokens) == vocab_size
+        self._kinds: dict[ImageLayout, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -33,6 +35,20 @@ class Columns:
     def select(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows over the vocabulary [..., V] → rows over the columns [..., C]."""
         return rows if self.is_everything else rows.index_select(-1, self.tokens)
+
+    def kinds_of(self, layout: ImageLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The few kinds of positions of a layout: kind of each position, long [length], and bool [kinds, C], the legal
+        columns of each kind; built once per layout."""
+        if layout not in self._kinds:
+            if len(self._kinds) >= _MOST_LAYOUTS:
+                self._kinds.clear()
+            device = self.tokens.device
+            forced, kind = torch.unique(layout.forced_table.to(device), return_inverse=True)
+            codes = self.tokens - layout.image_token_start
+            is_code = (codes >= 0) & (codes < layout.image_token_count)
+            legal = torch.where(forced.unsqueeze(1) == FREE, is_code, self.tokens == forced.unsqueeze(1))
+            self._kinds[layout] = kind, legal
+        return self._kinds[layout]
 
 
 @dataclass(frozen=True)
@@ -91,23 +107,13 @@ def combine_guidance(conditional: torch.Tensor, unconditional: torch.Tensor, sca
     return unconditional + scale.view(-1, *[1] * (conditional.dim() - 1)) * (conditional.float() - unconditional)
 
 
-def forced_columns(layout: ImageLayout, positions: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """LongTensor of `positions`' shape: column of the one legal token, or −1 where any image token is legal."""
-    table = layout.forced_table.to(positions.device)
-    forced = table[positions.clamp(0, layout.length - 1)]
-    return torch.where(forced == FREE, FREE, columns.of_token[forced.clamp(min=0)])
-
-
 def legal_columns(layout: ImageLayout, positions: torch.Tensor, columns: Columns) -> torch.Tensor:
     """bool [..., C]: which columns are legal at `positions` (long [...]) of a segment; all of them if unconstrained."""
-    shape = (*positions.shape, len(columns))
     if not layout.constrained:
-        return torch.ones(shape, dtype=torch.bool, device=positions.device)
-    codes = columns.tokens - layout.image_token_start
-    is_code = (codes >= 0) & (codes < layout.image_token_count)
-    forced = forced_columns(layout, positions, columns).unsqueeze(-1)
-    every = torch.arange(len(columns), device=positions.device)
-    return torch.where(forced == FREE, is_code, every == forced)
+        return torch.ones(*positions.shape, len(columns), dtype=torch.bool, device=positions.device)
+    kind, legal = columns.kinds_of(layout)
+    at = kind.index_select(0, positions.flatten().clamp(0, layout.length - 1))
+    return legal.index_select(0, at).view(*positions.shape, len(columns))
 
 
 def apply_settings(rows: torch.Tensor, settings: RowSettings) -> torch.Tensor:

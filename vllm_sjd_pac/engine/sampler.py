@@ -101,15 +101,15 @@ class TreeRejectionSampler:
 
     def target_rows(self, logits: torch.Tensor, batch: TreeBatchInput) -> torch.Tensor:
         """float32 [B, N, C]: guidance, then the layout's mask, then the sampling parameters."""
-        rows = self.columns.select(logits[batch.rows])
+        rows = self._select(logits, batch.rows)
         if any(state.guidance.is_on for state in batch.states):
             scale = torch.tensor([state.guidance.scale for state in batch.states], device=rows.device)
             guided = scale != 1.0
             if bool(guided.all()):
-                rows = combine_guidance(rows, self.columns.select(logits[batch.twin_rows]), scale)
+                rows = combine_guidance(rows, self._select(logits, batch.twin_rows), scale)
             else:
                 rows = rows.float()
-                twins = self.columns.select(logits[batch.twin_rows[guided]])
+                twins = self._select(logits, batch.twin_rows[guided])
                 rows[guided] = combine_guidance(rows[guided], twins, scale[guided])
         else:
             rows = rows.float()
@@ -126,11 +126,19 @@ class TreeRejectionSampler:
             device=self.device,
         )
         positions = following.unsqueeze(1) + trees.depths
-        for layout, members in _by_layout(batch.states).items():
-            if layout.constrained:
-                legal = legal_columns(layout, positions[members], self.columns)
-                rows[members] = rows[members].masked_fill(~legal, float("-inf"))
+        groups = _by_layout(batch.states)
+        for layout, members in groups.items():
+            if not layout.constrained:
+                continue
+            if len(groups) == 1:
+                return rows.masked_fill_(~legal_columns(layout, positions, self.columns), float("-inf"))
+            legal = legal_columns(layout, positions[members], self.columns)
+            rows[members] = rows[members].masked_fill(~legal, float("-inf"))
         return rows
+
+    def _select(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Logits [B, N, C] over the columns of the rows `index` long [B, N]; never a view."""
+        return self.columns.select(logits.index_select(0, index.flatten())).view(*index.shape, -1)
 
     def verify(self, logits: torch.Tensor, batch: TreeBatchInput) -> tuple[Verdict, WindowState]:
         """Walk every tree; returns the verdict over columns and the advanced state."""

@@ -116,6 +116,6 @@ class VirtualImplMixin:
         if writes is None:
             return
         # The main chain's entries of this step are in place now, so the copied blocks are complete up to each branch.
-        kv_cache[writes.copy_to] = kv_cache[writes.copy_from]
+        kv_cache.index_copy_(0, writes.copy_to, kv_cache.index_select(0, writes.copy_from))
         tokens = writes.write_token
         update(layer, key.index_select(0, tokens), value.index_select(0, tokens), kv_cache, writes.write_slot)
