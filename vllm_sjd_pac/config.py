@@ -63,7 +63,9 @@ class SJDPACConfig:
         "what enters the window: 'uniform' over the legal tokens",
         choices=("uniform",),
     )
-    memory: bool = _option(True, "race only: earlier values of a position come back as siblings")
+    memory: bool = _option(
+        True, "race only: earlier drafts of a position come back, as siblings and where the token before them has"
+    )
     smoothing: float = _option(0.0, "race only: share of the older estimate that drafts keep", allowed="0 to 0.95")
     adaptive_window: bool = _option(True, "shrink the window under load, from measured step times")
     attention: str = _option(
