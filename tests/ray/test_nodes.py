@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -61,6 +62,19 @@ def test_other_options_are_seen(here: dict[str, Any]) -> None:
 def test_a_folder_without_a_model_is_seen(here: dict[str, Any], tmp_path: Path) -> None:
     there = nodes.reporter()(SJDPACConfig().to_mapping(), str(tmp_path))
     assert "no config.json" in (nodes.difference(here, there) or "")
+
+
+def test_a_relative_model_folder_is_the_same_for_workers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from vllm_sjd_pac.engine.ray import JacobiRayExecutor, use_our_executor
+
+    folder = checkpoint_path()
+    monkeypatch.chdir(folder.parent)
+    model = SimpleNamespace(model=f"./{folder.name}", tokenizer="organisation/name")
+    parallel = SimpleNamespace(distributed_executor_backend="ray", data_parallel_backend="mp")
+    use_our_executor(SimpleNamespace(model_config=model, parallel_config=parallel))
+    assert model == SimpleNamespace(model=str(folder), tokenizer="organisation/name")
+    assert parallel.distributed_executor_backend is JacobiRayExecutor
 
 
 def test_gloo_uses_the_interface_that_ray_uses() -> None:

@@ -17,11 +17,14 @@ import pytest
 from examples.ray_cluster.local_cluster import cluster
 from tests.e2e.server import Server, serve
 from tests.engine.conftest import Request, run_engine  # noqa: F401 (a fixture)
-from tests.ray.conftest import workers
+from tests.ray.conftest import require_ray_on_cpus, workers
 from vllm_sjd_pac.models.emoji import checkpoint_path
+
+require_ray_on_cpus()
 
 ARGUMENTS = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2", "--sjd-pac-verify-ranks")
 PROMPT, SEED, TOKENS = "a red apple on grass", 3, 64
+SECONDS = 120
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +91,23 @@ def test_a_killed_worker_is_an_error_within_seconds_and_a_restart_serves(server:
     client: Any = server.openai()
     request: dict[str, Any] = {"model": "emoji", "prompt": PROMPT, "extra_body": {"seed": SEED}}
     before = client.images.generate(**request).data[0].b64_json
-    stream = iter(client.images.generate(**request, stream=True, partial_images=3))
-    assert next(stream).type == "image_generation.partial_image"  # in the middle of a picture
     victim = workers()[1]
-    victim.kill()
-    killed = time.monotonic()
-    with pytest.raises(openai.APIError):
-        list(stream)
-    assert time.monotonic() - killed < 20
-    with contextlib.suppress(httpx.HTTPError):  # or nothing listens any more
-        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 503
-    server.process.wait(timeout=60)
-    end = time.monotonic() + 20
+    stream = iter(client.images.generate(**request, n=4, stream=True, partial_images=3))
+    assert next(stream).type == "image_generation.partial_image"  # of the first picture's first quarter
+    victim.suspend()  # no rank draws on without it
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.images.generate, **request)
+        time.sleep(1)
+        assert not waiting.done()
+        victim.kill()
+        with pytest.raises(openai.APIError):
+            list(stream)
+        assert isinstance(waiting.exception(timeout=SECONDS), openai.APIError)
+    with contextlib.suppress(httpx.TransportError):  # until nothing listens any more
+        while server.process.poll() is None:
+            assert httpx.get(f"{server.url}/health", timeout=SECONDS).status_code == 503
+    server.process.wait(timeout=SECONDS)
+    end = time.monotonic() + SECONDS
     while left_behind(server) and time.monotonic() < end:
         time.sleep(0.2)
     assert left_behind(server) == []
