@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ def test_two_ranks_draw_the_tokens_of_one(
     output = tmp_path / "tokens.json"
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment["RAY_ADDRESS"] = "local"  # Ray starts a cluster of its own, in which both ranks share a node
+    # Otherwise Ray writes a token to the home folder, which clusters started later would take up.
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     command = [sys.executable, "-m", "tests.engine.tensor_parallel_run", str(constrained), str(output), executor]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
