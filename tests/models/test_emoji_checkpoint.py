@@ -86,4 +86,6 @@ def test_cells_that_are_not_drawn_are_grey(decoder: emoji.PixelDecoder) -> None:
     assert (pixels[0, 64:] == 128).all()
     assert (pixels[0, 56:64, 40:] == 128).all()
     assert (pixels[1] == 128).all()
-    assert torch.equal(pixels[0, :16], whole[0, :16])
+    # The decoder sees almost seven cells far, and what stands in for the missing ones is not what was there.
+    assert (pixels[0, :16].int() - whole[0, :16].int()).abs().max() <= 4
+    assert (pixels[0, 40:56].int() - whole[0, 40:56].int()).abs().max() > 4

@@ -40,7 +40,7 @@ def work(maker: SceneMaker, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("emoji")
     rng = np.random.default_rng(1)
     pictures = np.stack([maker.make(rng).pixels for _ in range(8)])
-    schedule = train_vq.VQSchedule(warm_up=2, crops=4, full=2, crop_batch=2, full_batch=1, codebook_size=512)
+    schedule = train_vq.VQSchedule(warm_up=2, crops=4, full=2, crop_batch=2, full_batch=1, codebook_size=1024)
     train_vq.train(pictures, schedule, folder / "vq.pt", log_every=1)
     corpus = corpora.encode(maker, train_vq.load(folder / "vq.pt"), 16, seed=2)
     corpora.save(corpus, folder / "corpus.npz")
@@ -59,7 +59,7 @@ def test_recipe_ends_in_a_checkpoint_that_draws(work: Path, tmp_path: Path) -> N
     export.export(work, tmp_path)
     codes, entropies = inference.sample(tmp_path, ["a red apple on grass", "a zebra"], [1, 2])
     assert codes.shape == (2, 16, 16)
-    assert 0 <= int(codes.min()) <= int(codes.max()) < 512
+    assert 0 <= int(codes.min()) <= int(codes.max()) < 1024
     assert entropies.shape == (2, 256)
     assert PixelDecoder.from_checkpoint(tmp_path).decode(codes).shape == (2, 128, 128, 3)
 
