@@ -13,7 +13,7 @@ from vllm_sjd_pac.bench.inflate import InflatedShape, inflate
 from vllm_sjd_pac.bench.memory import window_bytes
 from vllm_sjd_pac.bench.picture import Timing, in_turns
 from vllm_sjd_pac.cli import main
-from vllm_sjd_pac.models.emoji import checkpoint_path
+from vllm_sjd_pac.models.emoji import PixelDecoder, checkpoint_path
 
 
 def test_the_inflated_copy_is_the_same_function(tmp_path: Path) -> None:
@@ -24,6 +24,7 @@ def test_the_inflated_copy_is_the_same_function(tmp_path: Path) -> None:
     small, large = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (checkpoint_path(), tmp_path)
     )
+    assert PixelDecoder.from_checkpoint(tmp_path).decode(torch.zeros(1, 16, 16, dtype=torch.long)).shape[1] == 128
     assert parameters == sum(p.numel() for p in large.parameters()) > 8 * sum(p.numel() for p in small.parameters())
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, 700, (2, 40), generator=generator)

@@ -111,7 +111,11 @@ def inflate(source: Path, target: Path, shape: InflatedShape | None = None, dtyp
         "rms_norm_eps": config["rms_norm_eps"] / ratio,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("model.safetensors"))
+
+    def old_weights(folder: str, names: list[str]) -> list[str]:
+        return ["model.safetensors"] if Path(folder) == source else []  # those of the pixel decoder stay
+
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=old_weights)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return sum(weight.numel() for weight in weights.values())
