@@ -112,15 +112,10 @@ def generate(given: argparse.Namespace) -> int:
         raise ValueError(f"--output {given.output}: the name must end in .png, .jpg, .jpeg or .webp")
     if not given.output.resolve().parent.is_dir():
         raise ValueError(f"--output {given.output}: there is no folder {given.output.resolve().parent}")
-    for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
-        os.environ.setdefault(name, value)
     print("loading the model …", file=sys.stderr, flush=True)
-    from vllm_sjd_pac.offline import ImageGenerator
+    from vllm_sjd_pac.offline import ImageGenerator, set_environment
 
+    set_environment()
     generator = ImageGenerator(given.model, speculation=given.speculation == "on", options=options)
     started = time.perf_counter()
     picture = generator.generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,19 @@ class GeneratedImage:
     @property
     def tokens_per_forward(self) -> float:
         return len(self.token_ids) / self.forwards
+
+
+def set_environment() -> None:
+    """Engines in this process, quiet, with a small key-value cache each; what the user has set stays.
+
+    To be called before vLLM is imported.
+    """
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def default_engine_args() -> dict[str, Any]:

@@ -88,8 +88,9 @@ def test_load_and_what_it_leaves_behind() -> None:
     from vllm_sjd_pac.bench import settings
     from vllm_sjd_pac.bench.load import closed_loop
     from vllm_sjd_pac.bench.memory import growth, state_of
+    from vllm_sjd_pac.offline import set_environment
 
-    settings.set_environment()
+    set_environment()
     generator = settings.adaptive(31).start(None, 8, {})
     result = closed_loop(generator, 3, 7, guidance=3.0)
     assert len(result.latencies) == result.pictures == 7
@@ -121,6 +122,11 @@ def test_bad_input_is_named(arguments: list[str], named: str, capsys: pytest.Cap
 def test_an_unknown_setting_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "compression", "--only", "jacobi"]) == 2
     assert "--only jacobi: no setting's name contains it; there are rejection, sjd" in capsys.readouterr().err
+
+
+def test_guidance_with_peers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "picture", "--peers", "--guidance", "3"]) == 2
+    assert "--guidance 3 with --peers" in capsys.readouterr().err
 
 
 def test_rows_become_a_table() -> None:

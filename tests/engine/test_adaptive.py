@@ -15,6 +15,16 @@ def expected_tokens(drafts: int) -> float:
     return 1 + sum(SURVIVAL**d for d in range(1, drafts + 1))
 
 
+def draw_accepted(rng: random.Random, requests: int, drafts: int, survival: float) -> list[int]:
+    """Accepted drafts of each request, every further one with probability `survival`; none without drafts."""
+    counts = []
+    for _ in range(requests if drafts else 0):
+        counts.append(0)
+        while counts[-1] < drafts and rng.random() < survival:
+            counts[-1] += 1
+    return counts
+
+
 def simulate(
     controller: WindowController, sequences: int, cost: tuple[float, float, float], steps: int, seed: int
 ) -> list[int]:
@@ -26,12 +36,7 @@ def simulate(
         chosen.append(drafts)
         tokens = sequences * (drafts + 1)
         seconds = (cost[0] + cost[1] * tokens + cost[2] * sequences) * rng.uniform(0.9, 1.2)
-        accepted = []
-        for _ in range(sequences if drafts else 0):
-            count = 0
-            while count < drafts and rng.random() < SURVIVAL:
-                count += 1
-            accepted.append(count)
+        accepted = draw_accepted(rng, sequences, drafts, SURVIVAL)
         controller.observe(tokens, sequences, seconds, accepted)
     return chosen
 
@@ -69,12 +74,7 @@ def test_a_window_is_judged_by_its_own_acceptance(sequences: int) -> None:
         drafts = controller.choose(sequences)
         chosen.append(drafts)
         survival = 1 - 1 / gains[drafts]  # geometric, with the mean that the window has
-        accepted = []
-        for _ in range(sequences if drafts else 0):
-            count = 0
-            while count < drafts and rng.random() < survival:
-                count += 1
-            accepted.append(count)
+        accepted = draw_accepted(rng, sequences, drafts, survival)
         tokens = sequences * (drafts + 1)
         seconds = (cost[0] + cost[1] * tokens + cost[2] * sequences) * rng.uniform(0.9, 1.2)
         controller.observe(tokens, sequences, seconds, accepted)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_sjd_pac.bench import settings as named
+from vllm_sjd_pac.offline import set_environment
 
 
 def add_parser(commands: Any) -> None:
@@ -61,7 +62,7 @@ def _positive(text: str) -> int:
 def _kind(kinds: Any, name: str, run: Any, text: str) -> Any:
     kind = kinds.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     kind.add_argument("--model", default=None, help="model folder or hub name (default: the bundled model)")
-    kind.add_argument("--guidance", type=float, default=3.0, help="guidance scale; 1 is off (default: 3)")
+    kind.add_argument("--guidance", type=float, default=None, help="guidance scale; 1 is off (default: 3)")
     kind.add_argument("--drafts", type=_positive, default=63, help="drafted nodes per step (default: 63)")
     kind.add_argument("--dtype", default=None, help="as vLLM's --dtype (default: float32 on CPUs)")
     kind.add_argument("--prompts", nargs="+", default=list(named.PROMPTS), help="what to draw, in turns")
@@ -74,11 +75,16 @@ def _engine_args(given: argparse.Namespace) -> dict[str, Any]:
     return {} if given.dtype is None else {"dtype": given.dtype}
 
 
+def _guidance(given: argparse.Namespace) -> float:
+    return 3.0 if given.guidance is None else given.guidance
+
+
 def _publish(given: argparse.Namespace, name: str, rows: Any, kind: str | None = None) -> int:
     from vllm_sjd_pac.bench import report
 
     options = {key: str(value) for key, value in vars(given).items() if key not in ("run", "rest", "output", "load")}
     # A folder's name is enough: results are published, and paths of the machine are nobody's business.
+    options["guidance"] = "1.0" if getattr(given, "peers", False) else str(_guidance(given))
     options["model"] = Path(given.model).name if given.model else "bundled"
     about = {**named.machine(given.load), "options": options}
     print(report.markdown(rows))
@@ -93,21 +99,23 @@ def _publish(given: argparse.Namespace, name: str, rows: Any, kind: str | None =
 
 def compression(given: argparse.Namespace) -> int:
     """``bench compression``."""
-    named.set_environment()
+    set_environment()
     from vllm_sjd_pac.bench.compression import table
 
     rows = table(
-        given.drafts, given.model, given.pictures, given.guidance, _engine_args(given), given.only, given.prompts
+        given.drafts, given.model, given.pictures, _guidance(given), _engine_args(given), given.only, given.prompts
     )
     return _publish(given, "compression", rows)
 
 
 def picture(given: argparse.Namespace) -> int:
     """``bench picture``."""
-    named.set_environment()
+    set_environment()
     from vllm_sjd_pac.bench.picture import drawing, in_turns, stock
 
-    arguments, guidance = _engine_args(given), 1.0 if given.peers else given.guidance
+    if given.peers and given.guidance not in (None, 1.0):
+        raise ValueError(f"--guidance {given.guidance:g} with --peers: plain vLLM has no guidance; leave it out, or 1")
+    arguments, guidance = _engine_args(given), 1.0 if given.peers else _guidance(given)
     chosen = [named.OFF, *(named.window(drafts) for drafts in dict.fromkeys([given.drafts, *given.windows]))]
     published: list[named.Setting] = []
     if given.peers:
@@ -144,7 +152,7 @@ def _tokens(model: str | None, prompt: str) -> int:
 
 def load(given: argparse.Namespace) -> int:
     """``bench load``."""
-    named.set_environment()
+    set_environment()
     from vllm_sjd_pac.bench.load import compare
 
     chosen = [named.OFF, named.adaptive(given.drafts), *(named.window(drafts) for drafts in given.windows)]
@@ -154,7 +162,7 @@ def load(given: argparse.Namespace) -> int:
         given.concurrency,
         turns=given.turns,
         rounds=given.rounds,
-        guidance=given.guidance,
+        guidance=_guidance(given),
         engine_args=_engine_args(given),
         prompts=given.prompts,
     )
@@ -163,16 +171,18 @@ def load(given: argparse.Namespace) -> int:
 
 def overhead(given: argparse.Namespace) -> int:
     """``bench overhead``."""
-    named.set_environment()
+    set_environment()
     from vllm_sjd_pac.bench.overhead import profile
 
     generator = named.window(given.drafts).start(given.model, 2 * max(given.batches), _engine_args(given))
-    return _publish(given, "overhead", profile(generator, given.batches, given.pictures, given.guidance, given.prompts))
+    return _publish(
+        given, "overhead", profile(generator, given.batches, given.pictures, _guidance(given), given.prompts)
+    )
 
 
 def memory(given: argparse.Namespace) -> int:
     """``bench memory``."""
-    named.set_environment()
+    set_environment()
     from vllm_sjd_pac.bench import memory as measured
     from vllm_sjd_pac.bench import report
 
@@ -194,7 +204,7 @@ def memory(given: argparse.Namespace) -> int:
     tokens = _tokens(given.model, given.prompts[0]) + given.drafts + 64
     blocks = {"num_gpu_blocks_override": 2 * given.batch * (tokens // 32 + 2)}
     generator = named.window(given.drafts).start(given.model, 2 * given.batch, {**_engine_args(given), **blocks})
-    trace = measured.growth(generator, given.requests, given.batch, given.guidance, given.prompts)
+    trace = measured.growth(generator, given.requests, given.batch, _guidance(given), given.prompts)
     held = measured.state_of(generator)
     print(f"still held by the engine afterwards: {held}\n")
     return _publish(given, "memory", [{"requests": count, "resident_mib": round(size, 1)} for count, size in trace])

@@ -70,16 +70,6 @@ def memory_share(engines: int) -> dict[str, Any]:
     return {} if current_platform.is_cpu() else {"gpu_memory_utilization": round(0.9 / engines, 3)}
 
 
-def set_environment() -> None:
-    """Engines in this process, quiet, with a small key-value cache each; what the user has set stays."""
-    for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
 def machine(load_average: float) -> dict[str, Any]:
     """Versions, processor, threads: what a number means nothing without; `load_average` of before the measurement."""
     import torch

@@ -16,13 +16,11 @@ class StepReport:
         kept: request id → main-chain nodes that the walk passed; their keys and values are final.
         accepted: drafts accepted, per image request that had any.
         undone: ids of guided requests (owners and twins) whose step does not count, since one of the pair had no rows.
-        sampling_seconds: time of the runner spent outside the forward pass in this step.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
     undone: set[str] = field(default_factory=set)
     accepted: list[int] = field(default_factory=list)
-    sampling_seconds: float = 0.0
 
 
 def attach(output: Any, report: StepReport) -> Any:

@@ -7,7 +7,6 @@ runner is what the tests run; the GPU runner takes the same path and has not bee
 from __future__ import annotations
 
 import dataclasses
-import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,7 +137,6 @@ class JacobiRunnerMixin:
     # ---- sampling -------------------------------------------------------------------------------------------------
 
     def _sample(self: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        started = time.perf_counter()
         batch = self.input_batch
         counts = spec_decode_metadata.num_draft_tokens
         first_row = [0]
@@ -170,7 +168,6 @@ class JacobiRunnerMixin:
             self._sample_trees(logits, first_row, trees_in, columns)
         self._copy_to_twins(columns)
         output = self._to_sampler_output(columns, logprobs)
-        step.report.sampling_seconds += time.perf_counter() - started
         return output
 
     def _mate_is_ready(self: Any, state: RequestState, counts: list[int], index: int, discarded: np.ndarray) -> bool:
@@ -330,7 +327,6 @@ class JacobiRunnerMixin:
     def propose_draft_token_ids(
         self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        started = time.perf_counter()
         batch, step = self.input_batch, self.sjd_step
         drafts: list[list[int]] = [[] for _ in batch.req_ids]
         for request_id in batch.req_ids:
@@ -352,7 +348,6 @@ class JacobiRunnerMixin:
                     self.sjd_sampler.leave(state)  # the segment has ended; a later one starts with a fresh window
         if self.sjd_options.verify_ranks:
             compare_ranks(drafts)
-        step.report.sampling_seconds += time.perf_counter() - started
         return drafts
 
     def _choose_trees(self: Any, states: list[RequestState], nodes: int) -> list[DraftTree]:
