@@ -107,7 +107,7 @@ def load(path: Path) -> Corpus:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for data and checkpoints")
-    parser.add_argument("--scenes", type=int, default=48000)
+    parser.add_argument("--scenes", type=int, default=42000)
     parser.add_argument("--held-out", type=int, default=512)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

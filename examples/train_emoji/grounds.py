@@ -11,8 +11,8 @@ from examples.train_emoji import sources
 
 SIDE = 128
 POOL = 24
-GRAIN_CELLS = (9.0, 20.0)
-GRAIN_STRENGTH = (13.0, 24.0)
+GRAIN_CELLS = (12.0, 18.0)
+GRAIN_STRENGTH = (26.0, 40.0)
 
 
 def plain(colour: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
@@ -43,10 +43,18 @@ def make_grain(seed: int = 8, count: int = 32, side: int = 192) -> list[np.ndarr
     rng = np.random.default_rng(seed)
     fields = []
     for cell in rng.uniform(*GRAIN_CELLS, size=count):
-        brightness = _noise(rng, side, side, cell, cell)[..., None]
-        colour = np.stack([_noise(rng, side, side, cell, cell) for _ in range(3)], -1)
-        fields.append((brightness + 0.5 * colour) / 1.12)
+        brightness = _octaves(rng, side, cell)[..., None]
+        colour = np.stack([_octaves(rng, side, cell) for _ in range(3)], -1)
+        fields.append((brightness + 0.4 * colour) / 1.08)
     return fields
+
+
+def _octaves(rng: np.random.Generator, side: int, cell: float) -> np.ndarray:
+    """Noise of three scales, ``[side, side]`` with unit deviation: a spectrum that falls as that of photographs does."""
+    field = sum(
+        weight * _noise(rng, side, side, cell * times, cell * times) for weight, times in ((0.6, 1), (0.8, 2), (0.6, 4))
+    )
+    return field / field.std()
 
 
 def add_grain(canvas: np.ndarray, fields: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
@@ -59,8 +67,8 @@ def add_grain(canvas: np.ndarray, fields: list[np.ndarray], rng: np.random.Gener
 def make_pools(folder: Path, seed: int = 7) -> dict[str, list[np.ndarray]]:
     """Pictures at least 128 px on each side, by ground."""
     rng = np.random.default_rng(seed)
-    grass = _tint(_resized(sources.load_texture("grass.png"), 1.4), (52, 92, 22), (168, 214, 84))
-    gravel = _tint(_resized(sources.load_texture("gravel.png"), 1.6), (48, 42, 40), (205, 192, 178))
+    grass = _tint(_resized(sources.load_texture("grass.png"), 3.4), (52, 92, 22), (168, 214, 84))
+    gravel = _tint(_resized(sources.load_texture("gravel.png"), 3.4), (48, 42, 40), (205, 192, 178))
     bricks = np.rot90(sources.load_texture("brick.png"))
     bricks = _tint(_resized(bricks, 0.6), (128, 44, 30), (222, 196, 176))
     hubble = np.clip(_resized(sources.load_texture("hubble_deep_field.jpg"), 0.55) * 1.25, 0, 255).astype(np.uint8)
@@ -68,8 +76,8 @@ def make_pools(folder: Path, seed: int = 7) -> dict[str, list[np.ndarray]]:
     sky = _tint(_resized(sky, 1.6), (58, 118, 205), (255, 255, 255))
     woods = sources.load_panorama(folder, "blender forest")[120:300]
     pines = sources.load_panorama(folder, "forest")[48:150]
-    pines = _tint(_resized(pines, 2.2), (14, 38, 20), (196, 226, 170))
-    woods = _tint(_resized(woods, 1.6), (18, 44, 16), (206, 232, 160))
+    pines = _tint(_resized(pines, 4.2), (14, 38, 20), (196, 226, 170))
+    woods = _tint(_resized(woods, 3.6), (18, 44, 16), (206, 232, 160))
     return {
         "grass": [grass],
         "pebbles": [gravel],
@@ -87,10 +95,10 @@ def _nebula(rng: np.random.Generator, stars: np.ndarray) -> np.ndarray:
     """Stars among coloured clouds."""
     height, width = stars.shape[:2]
     clouds = (
-        np.stack([_noise(rng, height, width, 26, 26) for _ in range(3)], -1)
-        + _noise(rng, height, width, 14, 14)[..., None]
+        np.stack([_noise(rng, height, width, 34, 34) for _ in range(3)], -1)
+        + _noise(rng, height, width, 18, 18)[..., None]
     )
-    return np.clip(stars + 26 * np.maximum(clouds + 0.2, 0) * np.array([1.0, 0.6, 1.3]), 0, 255).astype(np.uint8)
+    return np.clip(stars + 42 * np.maximum(clouds + 0.2, 0) * np.array([1.0, 0.6, 1.3]), 0, 255).astype(np.uint8)
 
 
 def _resized(picture: np.ndarray, ratio: float) -> np.ndarray:

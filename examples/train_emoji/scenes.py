@@ -73,6 +73,9 @@ class SceneMaker:
         self.pools = pools
         self.grain = grounds.make_grain()
         self.sprites = {name: _tighten(sprite) for name, sprite in sprites.items()}
+        # What comes in several colours is shown more often, or its colours would be learned last.
+        colours = np.array([len(PAINTS.get(thing, {None: 0.0})) for thing in OBJECTS])
+        self.shares = np.sqrt(colours) / np.sqrt(colours).sum()
         self.painted: dict[tuple[str, str | None], Image.Image] = {}
         for thing in OBJECTS:
             for colour, hue in PAINTS.get(thing, {}).items() or [(None, 0.0)]:
@@ -91,7 +94,7 @@ class SceneMaker:
         return scene
 
     def _draw(self, rng: np.random.Generator) -> Scene:
-        thing = OBJECTS[rng.integers(len(OBJECTS))]
+        thing = OBJECTS[rng.choice(len(OBJECTS), p=self.shares)]
         colours = list(PAINTS.get(thing, {None: 0}))
         colour = colours[rng.integers(len(colours))]
         plain = rng.random() < PLAIN_SHARE
