@@ -75,17 +75,18 @@ def image_sequence(codes: np.ndarray) -> list[int]:
 def encode(maker: SceneMaker, model: train_vq.VQTrainer, count: int, seed: int) -> Corpus:
     """Compose and encode ``count`` scenes."""
     rng = np.random.default_rng(seed)
-    codes, scenes = [], []
+    # Written in place: small arrays kept between the large ones of each chunk would hold the heap apart (23 GB).
+    codes, scenes = np.empty((count, GRID, GRID), np.int16), []
     began = time.time()
     for start in range(0, count, CHUNK):
         made = [maker.make(rng) for _ in range(min(CHUNK, count - start))]
         with torch.inference_mode():
             vectors = model.encoder(train_vq.to_pixels(np.stack([scene.pixels for scene in made])))
-            codes.append(model.codes(vectors).numpy().astype(np.int16))
+            codes[start : start + len(made)] = model.codes(vectors).numpy()
         scenes += [Scene(np.empty(0, np.uint8), s.thing, s.colour, s.ground, s.plain) for s in made]
         if start % 2000 == 0:
             print(f"encoded {start} seconds {time.time() - began:.0f}", flush=True)
-    return Corpus(np.concatenate(codes), scenes)
+    return Corpus(codes, scenes)
 
 
 def save(corpus: Corpus, path: Path) -> None:

@@ -50,7 +50,7 @@ def make_grain(seed: int = 8, count: int = 32, side: int = 192) -> list[np.ndarr
 
 
 def _octaves(rng: np.random.Generator, side: int, cell: float) -> np.ndarray:
-    """Noise of three scales, ``[side, side]`` with unit deviation: a spectrum that falls as that of photographs does."""
+    """Noise of three scales, ``[side, side]`` with unit deviation; large ones weigh more, as in photographs."""
     field = sum(
         weight * _noise(rng, side, side, cell * times, cell * times) for weight, times in ((0.6, 1), (0.8, 2), (0.6, 4))
     )

@@ -57,7 +57,7 @@ def test_drafts_do_not_depend_on_what_a_slot_held_before(rule, batch):
         pool = WindowPool(rule, VOCAB, 30)
         slots = torch.tensor([pool.allocate(key) for key in range(batch)])
         generator = torch.Generator().manual_seed(junk)
-        for name in ("drafts", "contexts"):
+        for name in ("drafts", "memory"):
             if name in pool:
                 pool[name].random_(0, VOCAB, generator=generator)
         for name in ("estimates", "noise"):

@@ -28,7 +28,7 @@ DEFAULT_MEMORY = 7
 _MATCHED = 16
 """Window offsets whose draft is looked up by context: later ones will have a fresher row before their turn comes."""
 _NONE, _ENTERED = -2, -1
-"""Contexts of an empty place, and of a draft that entered the window without a row."""
+"""Draft and context of an empty place, and context of a draft that entered the window without a row."""
 _PREFERENCE = 1e6
 """Above every score: remembered drafts come before runners-up."""
 
@@ -70,9 +70,9 @@ class RaceRule(AcceptanceRule):
         batch, depth, vocab = trees.batch_size, trees.max_main, rows.shape[2]
         state.prepare_noise(self.noise, trees)
         steps = torch.arange(depth + 1, device=tokens.device)
-        noise = state.noise_rows(self.noise, state.ring_grid(depth + 1).flatten(), None, steps)
-        noise = noise.view(batch, depth + 1, vocab)
-        winners = first_argmax(noise + rows[:, : depth + 1])
+        grid = state.ring_grid(depth + 1)
+        race = state.noise_rows(self.noise, grid.flatten(), None, steps).view(batch, depth + 1, vocab)
+        winners = first_argmax(race.add_(rows[:, : depth + 1]))
 
         # Along the main chain: how many drafts won their race?
         won = (tokens[:, 1 : depth + 1] == winners[:, :-1]) & trees.on_main
@@ -92,9 +92,10 @@ class RaceRule(AcceptanceRule):
             found = child.any(1)
             if not found.any():
                 break
-            node = torch.where(found, child.long().argmax(1), node)
+            node = torch.where(found, child.view(torch.uint8).argmax(1), node)
             at = trees.depths[each, node]
-            token = torch.where(found, (rows[each, node] + noise[each, at]).argmax(-1), token)
+            noise = state.noise_rows(self.noise, grid[each, at], each, at)
+            token = torch.where(found, first_argmax(noise.add_(rows[each, node])), token)
             committed[each, at] = token
             path[each, at - 1] = torch.where(found, node, path[each, at - 1])
         counts = trees.depths.gather(1, node.unsqueeze(1)).squeeze(1) + 1
@@ -117,17 +118,19 @@ class RaceRule(AcceptanceRule):
         if plan.known > plan.continued and self.keeps_estimates:
             held = plan.ring[plan.continued : plan.known]
             scores[plan.continued : plan.known] += state.flat("estimates").index_select(0, held)
-        if plan.total > plan.known:
+        if plan.total > plan.known and (legal or self.proposal or self.keeps_estimates):
             weights = entering_weights(plan, state, legal, self.proposal)
             scores[plan.known :] += weights.log_()
             if self.keeps_estimates:
                 state.flat("estimates").index_copy_(0, plan.ring[plan.known :], weights)
         drafts = first_argmax(scores)
         if plan.known > plan.continued and not self.keeps_estimates:
-            drafts[plan.continued : plan.known] = state.flat("drafts")[plan.ring[plan.continued : plan.known], 0]
+            held = state.flat("memory")[:, 0] if self.memory else state.flat("drafts")
+            drafts[plan.continued : plan.known] = held[plan.ring[plan.continued : plan.known], 0]
         if self.memory:
-            history, contexts = self._remember(plan, state, verdict, drafts)
-            drafts = self._match(trees, plan, root, history, contexts)
+            memory = self._remember(plan, state, verdict, drafts)
+            drafts = self._match(trees, plan, root, memory, drafts)
+            history = memory[:, 0]
         else:
             history = drafts.unsqueeze(1)
             state.flat("drafts").index_copy_(0, plan.ring, history)
@@ -148,53 +151,60 @@ class RaceRule(AcceptanceRule):
         estimates.index_copy_(0, plan.ring[: plan.continued], fresh)
         return fresh
 
-    def _remember(
-        self, plan: WindowPlan, state: WindowState, verdict: Verdict | None, drafts: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Drafts and contexts long [T, 1+H] of each position, newest first, brought up to date.
+    def _remember(self, plan: WindowPlan, state: WindowState, verdict: Verdict | None, drafts: Tensor) -> Tensor:
+        """Memory long [T, 2, 1+H] of each position, newest first, brought up to date: drafts, and their contexts.
 
         A context, the token before the position in the pass that gave the row, is there once, with its newest draft.
         """
-        stored, stored_contexts = state.flat("drafts"), state.flat("contexts")
-        history = stored.index_select(0, plan.ring)
-        contexts = stored_contexts.index_select(0, plan.ring)
+        stored = state.flat("memory")
+        memory = stored.index_select(0, plan.ring)
         # The row after the old window's end is the first thing known of its position.
-        new = (plan.offsets >= state.length[plan.rows]).unsqueeze(1)
-        history, contexts = history.masked_fill(new, -1), contexts.masked_fill(new, _NONE)
+        memory.masked_fill_(state.is_new(plan.rows, plan.offsets).view(-1, 1, 1), _NONE)
         if verdict is not None and plan.continued:
-            fresh = slice(0, plan.continued)
-            context = verdict.nodes.flatten().index_select(0, plan.source).unsqueeze(1)
-            past, past_contexts = history[fresh], contexts[fresh]
+            past = memory[: plan.continued]
+            context = verdict.nodes.flatten().index_select(0, plan.source)
             # The older entry of this context gives way; without one, the oldest of all.
-            known = (past_contexts == context) | (past_contexts == _ENTERED)
-            gone = torch.where(known.any(1), known.byte().argmax(1), self.memory).unsqueeze(1)
-            place = torch.arange(self.memory, device=history.device)
-            keep = place + (place >= gone)
-            history[fresh] = torch.cat([drafts[fresh].unsqueeze(1), past.gather(1, keep)], 1)
-            contexts[fresh] = torch.cat([context, past_contexts.gather(1, keep)], 1)
+            known = (past[:, 1] == context.unsqueeze(1)) | (past[:, 1] == _ENTERED)
+            known[:, -1] = True
+            gone = known.view(torch.uint8).argmax(1).view(-1, 1, 1)
+            fresh = torch.stack([drafts[: plan.continued], context], 1).unsqueeze(2)
+            moved = torch.cat([fresh, past[:, :, :-1]], 2)
+            memory[: plan.continued] = torch.where(self._places(memory.device) <= gone, moved, past)
         if plan.total > plan.known:
-            history[plan.known :, 0], contexts[plan.known :, 0] = drafts[plan.known :], _ENTERED
-        stored.index_copy_(0, plan.ring, history)
-        stored_contexts.index_copy_(0, plan.ring, contexts)
-        return history, contexts
+            entered = memory[plan.known :]
+            entered[:, 0, 0] = drafts[plan.known :]
+            entered[:, 1, 0] = _ENTERED
+        stored.index_copy_(0, plan.ring, memory)
+        return memory
 
-    def _match(self, trees: TreeBatch, plan: WindowPlan, root: Tensor, history: Tensor, contexts: Tensor) -> Tensor:
+    def _places(self, device: torch.device) -> Tensor:
+        return torch.arange(1 + self.memory, device=device)
+
+    def _match(self, trees: TreeBatch, plan: WindowPlan, root: Tensor, memory: Tensor, drafts: Tensor) -> Tensor:
         """Main drafts long [T]: where the token before a position is not the one that its newest row saw, the draft of
         the newest row that did see it, if one is remembered."""
         width = min(_MATCHED, trees.max_main)
-        place = window_rows(trees, plan, width)
-        inside = torch.arange(width, device=root.device) < trees.main_length.unsqueeze(1)
-        drafts, before = history[place], contexts[place]
-        previous, chosen = root, []
-        for offset in range(width):
-            # No match: argmax gives 0, the newest.
-            match = (before[:, offset] == previous.unsqueeze(1)).byte().argmax(1, keepdim=True)
-            previous = drafts[:, offset].gather(1, match).squeeze(1)
-            chosen.append(previous)
+        place = None if trees.batch_size == 1 else window_rows(trees, plan, width)
+        near = memory[:width].unsqueeze(0) if place is None else memory[place]
+        guesses, before = near.unbind(2)
+        # step[k][j]: which row to follow at offset k after row j was followed at offset k-1; 0, the newest, if none
+        # saw that token. All chains of such steps at once, by doubling: the token before a position is itself chosen.
+        first = (before[:, :1] == root.view(-1, 1, 1)).view(torch.uint8).argmax(-1, keepdim=True)
+        step = (before[:, 1:].unsqueeze(2) == guesses[:, :-1].unsqueeze(3)).view(torch.uint8).argmax(-1)
+        step = torch.cat([first.expand(-1, -1, guesses.shape[2]), step], 1)
+        reach = 1
+        while reach < width:
+            step = torch.cat([step[:, :reach], step[:, reach:].gather(2, step[:, :-reach])], 1)
+            reach *= 2
+        chosen = guesses.gather(2, step[:, :, :1]).squeeze(2)
+        if place is None:
+            drafts[:width] = chosen[0]
+            return drafts
         # Offsets outside a window write to a place beyond the end: a mask as index would wait for the GPU.
-        end = history.shape[0]
-        main = torch.cat([history[:, 0], history.new_zeros(1)])
-        main.index_copy_(0, torch.where(inside, place, end).flatten(), torch.stack(chosen, 1).flatten())
+        inside = torch.arange(width, device=root.device) < trees.main_length.unsqueeze(1)
+        end = drafts.shape[0]
+        main = torch.cat([drafts, drafts.new_zeros(1)])
+        main.index_copy_(0, torch.where(inside, place, end).flatten(), chosen.flatten())
         return main[:end]
 
     def _siblings(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,14 +114,10 @@ class GeneratorRandomness:
 
 
 def first_argmax(scores: Tensor) -> Tensor:
-    """``scores.argmax(-1)`` (the first of equals) in two passes, which is faster on CPUs; [..., V] -> long [...]."""
-    vocab = scores.shape[-1]
-    if vocab % 128 or vocab < 1024:
+    """``scores.argmax(-1)``, the first of equals; [..., V] -> long [...]. On CPUs NumPy's is many times as fast."""
+    if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.float64):
         return scores.argmax(-1)
-    flat = scores.reshape(-1, vocab // 128, 128)
-    block = flat.amax(-1).argmax(-1)
-    inner = flat[torch.arange(flat.shape[0], device=scores.device), block].argmax(-1)
-    return (block * 128 + inner).view(scores.shape[:-1])
+    return torch.from_numpy(np.asarray(scores.numpy().argmax(-1)))
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

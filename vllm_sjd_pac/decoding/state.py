@@ -26,9 +26,9 @@ class WindowPool:
 
     * ``numbers`` long [5]: ``key`` (seed of the random numbers), ``position`` (absolute position of the token after
       the root), and the positions below which the window has drafts, estimate rows and noise rows;
-    * ``drafts`` long [R, 1 + H]: the draft of the newest row, then those of earlier rows, newest first, -1 = none;
-    * ``contexts`` long [R, 1 + H], where the rule has a memory: the token before the position when that row was
-      computed;
+    * ``drafts`` long [R, 1], or, where the rule has a memory, ``memory`` long [R, 2, 1 + H]: the draft of the newest
+      row, then those of earlier rows, newest first, negative = none; and the token before the position when each of
+      these rows was computed;
     * ``estimates`` float32 [R, V]: `rejection`: the law each draft was drawn from; `race`: smoothed rows;
     * ``noise`` float32 [R, V]: `race` only.
     """
@@ -50,10 +50,11 @@ class WindowPool:
         self.wheel = torch.arange(2 * self.ring, device=device) % self.ring
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "numbers": ((len(_NUMBERS),), torch.long),
-            "drafts": ((self.ring, 1 + rule.memory), torch.long),
         }
         if rule.memory:
-            self._shapes["contexts"] = ((self.ring, 1 + rule.memory), torch.long)
+            self._shapes["memory"] = ((self.ring, 2, 1 + rule.memory), torch.long)
+        else:
+            self._shapes["drafts"] = ((self.ring, 1), torch.long)
         if rule.keeps_estimates:
             self._shapes["estimates"] = ((self.ring, vocab_size), torch.float32)
         if rule.keeps_noise:
@@ -164,6 +165,12 @@ class WindowState:
         """How many window positions have an estimate row (0 or less: none), long [B]."""
         numbers = self.numbers
         return numbers[:, 3] - numbers[:, 1]
+
+    def is_new(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Bool [n]: whether the window has no draft yet at ``offsets`` long [n] of batch ``rows`` long [n]."""
+        if self.single is not None:
+            return offsets >= self.single[2] - self.single[1]
+        return offsets >= self.length[rows]
 
     def commit(self, counts: Tensor) -> None:
         """Move the roots ``counts`` long [B] positions on."""

@@ -24,10 +24,22 @@ class Columns:
 
     def __init__(self, tokens: torch.Tensor, vocab_size: int) -> None:
         self.tokens = tokens
-        self.of_token = torch.full((vocab_size,), -1, dtype=torch.long, device=tokens.device)
-        self.of_token[tokens] = torch.arange(len(tokens), device=tokens.device)
+        # One entry more than there are tokens or columns: -1, "none", stands for itself in both directions.
+        self._token_of = torch.cat([tokens, tokens.new_full((1,), -1)])
+        self._of_token = torch.full((vocab_size + 1,), -1, dtype=torch.long, device=tokens.device)
+        self._of_token[tokens] = torch.arange(len(tokens), device=tokens.device)
+        self.vocab_size = vocab_size
         self.is_everything = len(tokens) == vocab_size
         self._kinds: dict[ImageLayout, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._penalties: dict[ImageLayout, torch.Tensor] = {}
+
+    def of_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Columns of token ids, both long and of any shape; -1 for -1 and for tokens that have no column."""
+        return self._of_token[tokens]
+
+    def to_tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """Token ids of columns, both long and of any shape; -1 for -1."""
+        return self._token_of[columns]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,6 +54,7 @@ class Columns:
         if layout not in self._kinds:
             if len(self._kinds) >= _MOST_LAYOUTS:
                 self._kinds.clear()
+                self._penalties.clear()
             device = self.tokens.device
             forced, kind = torch.unique(layout.forced_table.to(device), return_inverse=True)
             codes = self.tokens - layout.image_token_start
@@ -50,12 +63,18 @@ class Columns:
             self._kinds[layout] = kind, legal
         return self._kinds[layout]
 
+    def penalties_of(self, layout: ImageLayout) -> torch.Tensor:
+        """float32 [kinds, C]: 0 for the legal columns of each kind of position, -inf for the others."""
+        if layout not in self._penalties:
+            self._penalties[layout] = torch.where(self.kinds_of(layout)[1], 0.0, float("-inf"))
+        return self._penalties[layout]
+
 
 @dataclass(frozen=True)
 class RowSettings:
     """Sampling parameters of the requests of a tree batch, as tensors over requests [B]; None where no one asks."""
 
-    temperature: torch.Tensor
+    temperature: torch.Tensor | None
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
     min_p: torch.Tensor | None
@@ -74,17 +93,17 @@ class RowSettings:
         bias = []
         for row, p in enumerate(params):
             if p.logit_bias:
-                ids = columns.of_token[torch.tensor(list(p.logit_bias), device=device)]
+                ids = columns.of_tokens(torch.tensor(list(p.logit_bias), device=device))
                 values = torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=device)
                 bias.append((row, ids[ids >= 0], values[ids >= 0]))
         allowed = []
         for row, p in enumerate(params):
             if p.allowed_token_ids:
-                mask = torch.zeros(len(columns.of_token), dtype=torch.bool, device=device)
+                mask = torch.zeros(columns.vocab_size, dtype=torch.bool, device=device)
                 mask[torch.tensor(p.allowed_token_ids, device=device)] = True
                 allowed.append((row, mask[columns.tokens]))
         return cls(
-            temperature=torch.tensor([1.0 if is_greedy(p) else p.temperature for p in params], device=device),
+            temperature=column([1.0 if is_greedy(p) else p.temperature for p in params], 1.0),
             top_k=column(top_k, count),
             top_p=column([1.0 if is_greedy(p) else p.top_p for p in params], 1.0),
             min_p=column([0.0 if is_greedy(p) else p.min_p for p in params], 0.0),
@@ -104,7 +123,8 @@ def combine_guidance(conditional: torch.Tensor, unconditional: torch.Tensor, sca
         conditional, unconditional: logits of equal shape, leading dimension B; scale: float [B].
     """
     unconditional = unconditional.float()
-    return unconditional + scale.view(-1, *[1] * (conditional.dim() - 1)) * (conditional.float() - unconditional)
+    change = conditional.float() - unconditional
+    return change.mul_(scale.view(-1, *[1] * (conditional.dim() - 1))).add_(unconditional)
 
 
 def legal_columns(layout: ImageLayout, positions: torch.Tensor, columns: Columns) -> torch.Tensor:
@@ -112,8 +132,21 @@ def legal_columns(layout: ImageLayout, positions: torch.Tensor, columns: Columns
     if not layout.constrained:
         return torch.ones(*positions.shape, len(columns), dtype=torch.bool, device=positions.device)
     kind, legal = columns.kinds_of(layout)
-    at = kind.index_select(0, positions.flatten().clamp(0, layout.length - 1))
-    return legal.index_select(0, at).view(*positions.shape, len(columns))
+    return _by_kind(legal, kind, positions)
+
+
+def legal_penalties(layout: ImageLayout, positions: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """float32 [..., C] to add to rows at `positions` (long [...]) of a constrained segment: 0 = legal, else -inf.
+
+    Adding is several times as fast on a CPU as filling by a mask.
+    """
+    kind, _ = columns.kinds_of(layout)
+    return _by_kind(columns.penalties_of(layout), kind, positions)
+
+
+def _by_kind(table: torch.Tensor, kind: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    at = kind.index_select(0, positions.flatten().clamp(0, len(kind) - 1))
+    return table.index_select(0, at).view(*positions.shape, -1)
 
 
 def apply_settings(rows: torch.Tensor, settings: RowSettings) -> torch.Tensor:
@@ -127,7 +160,8 @@ def apply_settings(rows: torch.Tensor, settings: RowSettings) -> torch.Tensor:
         rows[row].masked_fill_(~mask, float("-inf"))
     for row, ids, values in settings.bias:
         rows[row, :, ids] += values
-    rows = rows.div_(settings.temperature.view(-1, 1, 1))
+    if settings.temperature is not None:
+        rows = rows.div_(settings.temperature.view(-1, 1, 1))
     if settings.min_p is not None:
         probabilities = rows.softmax(-1)
         floor = probabilities.amax(-1, keepdim=True) * settings.min_p.view(-1, 1, 1)

@@ -24,7 +24,7 @@ from vllm_sjd_pac.engine.noise import derived_seed
 from vllm_sjd_pac.engine.ranks import compare_ranks
 from vllm_sjd_pac.engine.report import StepReport
 from vllm_sjd_pac.engine.rows import Columns, combine_guidance
-from vllm_sjd_pac.engine.sampler import TreeBatchInput, TreeRejectionSampler, node_index
+from vllm_sjd_pac.engine.sampler import TreeBatchInput, TreeRejectionSampler
 from vllm_sjd_pac.engine.state import ROOT_ONLY, RequestState
 from vllm_sjd_pac.engine.trees import TreeChooser
 from vllm_sjd_pac.models.family import find_family
@@ -192,13 +192,12 @@ class JacobiRunnerMixin:
         num_tokens = [int(batch.num_tokens_no_spec[index]) for index in indices]
         for state, count in zip(states, num_tokens, strict=True):
             self.sjd_sampler.enter(state, self._seed_of(state), count - state.prompt_length)
-        rows = node_index(trees, [first_row[index] for index in indices], logits.device)
-        tokens = torch.full(rows.shape, _MISSING, dtype=torch.long)
+        tokens = np.full((len(trees), max(tree.num_nodes for tree in trees)), _MISSING, dtype=np.int64)
         for row, (index, count, tree) in enumerate(zip(indices, num_tokens, trees, strict=True)):
-            tokens[row, : tree.num_nodes] = batch.token_ids_cpu_tensor[index, count - 1 : count - 1 + tree.num_nodes]
-        given = TreeBatchInput(
-            states, trees, rows, node_index(trees, twin_first, logits.device), tokens.to(logits.device), num_tokens
-        )
+            tokens[row, : tree.num_nodes] = batch.token_ids_cpu[index, count - 1 : count - 1 + tree.num_nodes]
+        nodes = torch.from_numpy(tokens).to(logits.device)
+        own_first = [first_row[index] for index in indices]
+        given = TreeBatchInput(states, trees, own_first, twin_first, nodes, num_tokens)
         step.verdict, step.window = self.sjd_sampler.verify(logits, given)
         step.members = states
         committed = self.sjd_sampler.committed(step.verdict).tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,7 +11,15 @@ from vllm_sjd_pac.config import SJDPACConfig
 from vllm_sjd_pac.decoding import DraftTree, RaceRule, RejectionRule, TreeBatch, Verdict, WindowPool, WindowState
 from vllm_sjd_pac.decoding.race import DEFAULT_MEMORY
 from vllm_sjd_pac.engine.noise import CPUStockNoise, ExponentialStockNoise, SeedStreams
-from vllm_sjd_pac.engine.rows import Columns, RowSettings, apply_settings, combine_guidance, is_greedy, legal_columns
+from vllm_sjd_pac.engine.rows import (
+    Columns,
+    RowSettings,
+    apply_settings,
+    combine_guidance,
+    is_greedy,
+    legal_columns,
+    legal_penalties,
+)
 from vllm_sjd_pac.engine.state import RequestState
 from vllm_sjd_pac.models.layout import ImageLayout
 
@@ -23,16 +30,16 @@ class TreeBatchInput:
 
     Attributes:
         states: the requests; trees: the tree of each as it was scheduled.
-        rows: long [B, N], index of each node's logits row; twin_rows: the same in the unconditional twin's rows (the
-            request's own where it has no guidance). Padded nodes repeat the root's row.
+        first_rows: of each request, the logits row of its root; those of the other nodes follow. twin_rows: the same of
+            the unconditional twin (the request's own where it has no guidance).
         tokens: long [B, N] token ids of the nodes, −1 beyond a tree.
         num_tokens: tokens of each request, the root being the last.
     """
 
     states: Sequence[RequestState]
     trees: Sequence[DraftTree]
-    rows: torch.Tensor
-    twin_rows: torch.Tensor
+    first_rows: Sequence[int]
+    twin_rows: Sequence[int]
     tokens: torch.Tensor
     num_tokens: Sequence[int]
 
@@ -101,19 +108,20 @@ class TreeRejectionSampler:
 
     def target_rows(self, logits: torch.Tensor, batch: TreeBatchInput) -> torch.Tensor:
         """float32 [B, N, C]: guidance, then the layout's mask, then the sampling parameters."""
-        rows = self._select(logits, batch.rows)
-        if any(state.guidance.is_on for state in batch.states):
-            scale = torch.tensor([state.guidance.scale for state in batch.states], device=rows.device)
-            guided = scale != 1.0
-            if bool(guided.all()):
-                rows = combine_guidance(rows, self._select(logits, batch.twin_rows), scale)
+        rows = node_rows(logits, batch.trees, batch.first_rows)
+        guided = [row for row, state in enumerate(batch.states) if state.guidance.is_on]
+        if guided:
+            scale = torch.tensor([batch.states[row].guidance.scale for row in guided], device=rows.device)
+            twins = node_rows(logits, batch.trees, batch.twin_rows)
+            if len(guided) == len(batch.states):
+                rows = combine_guidance(rows, twins, scale)
             else:
-                rows = rows.float()
-                twins = self._select(logits, batch.twin_rows[guided])
-                rows[guided] = combine_guidance(rows[guided], twins, scale[guided])
-        else:
-            rows = rows.float()
-        rows = self._mask(rows, batch)
+                some = torch.tensor(guided, device=rows.device)
+                mixed = combine_guidance(rows[some], twins[some], scale)
+                rows = rows.float().index_copy(0, some, mixed)
+        elif self.columns.is_everything:
+            rows = rows.to(torch.float32, copy=True)  # they are changed in place, and may be a view
+        rows = self._mask(self.columns.select(rows).float(), batch)
         ids = tuple(state.request_id for state in batch.states)
         if self._settings is None or self._settings[0] != ids:
             self._settings = ids, RowSettings.gather([state.params for state in batch.states], self.columns)
@@ -131,27 +139,22 @@ class TreeRejectionSampler:
             if not layout.constrained:
                 continue
             if len(groups) == 1:
-                return rows.masked_fill_(~legal_columns(layout, positions, self.columns), float("-inf"))
-            legal = legal_columns(layout, positions[members], self.columns)
-            rows[members] = rows[members].masked_fill(~legal, float("-inf"))
+                return rows.add_(legal_penalties(layout, positions, self.columns))
+            some = torch.tensor(members, device=rows.device)
+            rows.index_add_(0, some, legal_penalties(layout, positions[some], self.columns))
         return rows
-
-    def _select(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Logits [B, N, C] over the columns of the rows `index` long [B, N]; never a view."""
-        return self.columns.select(logits.index_select(0, index.flatten())).view(*index.shape, -1)
 
     def verify(self, logits: torch.Tensor, batch: TreeBatchInput) -> tuple[Verdict, WindowState]:
         """Walk every tree; returns the verdict over columns and the advanced state."""
         trees = TreeBatch.stack(list(batch.trees), self.device)
         slots = torch.tensor([state.slot for state in batch.states], device=self.device)
         window = self.pool.gather(slots)
-        tokens = torch.where(batch.tokens >= 0, self.columns.of_token[batch.tokens.clamp(min=0)], -1)
-        verdict = self.rule.verify(trees, tokens, self.target_rows(logits, batch), window)
+        verdict = self.rule.verify(trees, self.columns.of_tokens(batch.tokens), self.target_rows(logits, batch), window)
         return verdict, window
 
     def committed(self, verdict: Verdict) -> torch.Tensor:
         """Token ids long [B, D], −1 beyond each request's count."""
-        return torch.where(verdict.tokens >= 0, self.columns.tokens[verdict.tokens.clamp(min=0)], -1)
+        return self.columns.to_tokens(verdict.tokens)
 
     def draft(
         self, states: Sequence[RequestState], trees: Sequence[DraftTree], window: WindowState, verdict: Verdict
@@ -170,7 +173,7 @@ class TreeRejectionSampler:
             return mask
 
         drafts = self.rule.draft(TreeBatch.stack(list(trees), self.device), window, verdict, legal)
-        return torch.where(drafts >= 0, self.columns.tokens[drafts.clamp(min=0)], -1)
+        return self.columns.to_tokens(drafts)
 
     def mask_row(self, row: torch.Tensor, layout: ImageLayout, position: int) -> torch.Tensor:
         """A float32 row over the vocabulary [V] with the layout's mask, for requests that run without drafts."""
@@ -194,10 +197,14 @@ def _by_layout(states: Sequence[RequestState]) -> dict[ImageLayout, list[int]]:
     return groups
 
 
-def node_index(trees: Sequence[DraftTree], first_rows: Sequence[int], device: Any) -> torch.Tensor:
-    """long [B, N]: rows ``first + node``, padded with the root's row."""
+def node_rows(logits: torch.Tensor, trees: Sequence[DraftTree], first_rows: Sequence[int]) -> torch.Tensor:
+    """[B, N, V]: the rows ``first + node`` of each tree; padded nodes repeat the root's. A view where one request can
+    have one."""
+    if len(trees) == 1:
+        return logits[first_rows[0] : first_rows[0] + trees[0].num_nodes].unsqueeze(0)
     widest = max(tree.num_nodes for tree in trees)
-    nodes = torch.arange(widest, device=device).expand(len(trees), widest)
-    counts = torch.tensor([tree.num_nodes for tree in trees], device=device).unsqueeze(1)
-    first = torch.tensor(first_rows, device=device).unsqueeze(1)
-    return first + torch.where(nodes < counts, nodes, 0)
+    nodes = torch.arange(widest, device=logits.device)
+    sizes = torch.tensor([[tree.num_nodes] for tree in trees], device=logits.device)
+    first = torch.tensor(first_rows, device=logits.device).unsqueeze(1)
+    index = first + torch.where(nodes < sizes, nodes, 0)
+    return logits.index_select(0, index.flatten()).view(len(trees), widest, -1)
