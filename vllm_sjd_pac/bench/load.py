@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_sjd_pac.bench.settings import PROMPTS, Setting
+from vllm_sjd_pac.bench.settings import PROMPTS, Setting, rotated
 
 if TYPE_CHECKING:
     from vllm_sjd_pac.offline import ImageGenerator
@@ -100,7 +100,8 @@ def compare(
     for concurrency in concurrencies:
         results: dict[str, list[Round]] = {name: [] for name in generators}
         for turn in range(-1, turns):
-            for name, generator in generators.items():
+            for name in rotated(list(generators), turn):
+                generator = generators[name]
                 count = concurrency * (rounds if turn >= 0 else 1)
                 result = closed_loop(generator, concurrency, count, guidance, 1000 * turn, prompts)
                 if turn >= 0:

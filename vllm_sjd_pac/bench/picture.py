@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_sjd_pac.bench.settings import PROMPTS, Setting, memory_share
+from vllm_sjd_pac.bench.settings import PROMPTS, Setting, memory_share, rotated
 
 Draw = Callable[[str, int], int | None]
 """(prompt, seed) -> forward passes that the picture took, None = not known."""
@@ -83,9 +83,9 @@ def in_turns(draws: Mapping[str, Draw], turns: int, tokens: int, prompts: Sequen
     """Draw `turns` pictures with each; every turn has its own prompt and seed, the same for all settings."""
     timings = {name: Timing(name, [], [], tokens) for name in draws}
     for turn in range(-1, turns):  # turn -1 warms up
-        for name, draw in draws.items():
+        for name in rotated(list(draws), turn):
             started = time.perf_counter()
-            forwards = draw(prompts[turn % len(prompts)], 100 + turn)
+            forwards = draws[name](prompts[turn % len(prompts)], 100 + turn)
             if turn >= 0:
                 timings[name].seconds.append(time.perf_counter() - started)
                 timings[name].forwards.append(forwards)

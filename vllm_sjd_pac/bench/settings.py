@@ -63,6 +63,12 @@ def adaptive(drafts: int) -> Setting:
     return Setting("adaptive", {"num_speculative_tokens": drafts, "adaptive_window": True})
 
 
+def rotated(names: list[str], turn: int) -> list[str]:
+    """The order of a turn: each name in turn goes first, so that none always runs after the same one."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
+
+
 def memory_share(engines: int) -> dict[str, Any]:
     """Arguments that give each of `engines` engines on one GPU its share of the memory."""
     from vllm.platforms import current_platform

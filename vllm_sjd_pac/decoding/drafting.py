@@ -90,9 +90,10 @@ def entering_weights(plan: WindowPlan, state: WindowState, legal: Legal | None, 
     """Initial proposals float32 [E, V] for the entering positions: weights, not normalised; 0 = illegal."""
     rows, offsets = plan.rows[plan.known :], plan.offsets[plan.known :]
     entering, vocab = rows.shape[0], state.pool.vocab_size
+    mask = None if legal is None else _entering_mask(rows, offsets, state, legal)
+    if mask is not None and proposal is None:
+        return mask.to(torch.float32)
     weights = torch.ones(entering, vocab, device=rows.device)
-    if not entering:
-        return weights
     if proposal is not None:
         given = proposal(state.position[rows] + offsets)
         if given.shape not in ((vocab,), (entering, vocab)):
@@ -102,15 +103,22 @@ def entering_weights(plan: WindowPlan, state: WindowState, legal: Legal | None, 
         weights = weights * given
         if not bool((weights.sum(-1) > 0).all()) or bool((weights < 0).any()):
             raise ValueError("proposal: weights must be non-negative numbers, with at least one positive in each row")
-    if legal is not None:
-        start = torch.full_like(state.position, state.pool.ring).scatter_reduce_(0, rows, offsets, "amin")
-        width = int((offsets - start[rows]).max()) + 1
-        grid = (state.position + start).unsqueeze(1) + torch.arange(width, device=rows.device)
-        mask = legal(grid)[rows, offsets - start[rows]]
+    if mask is not None:
         allowed = weights * mask
         # A proposal that gives illegal tokens all its weight falls back to "any legal token".
         weights = torch.where(allowed.sum(-1, keepdim=True) > 0, allowed, mask.to(allowed.dtype))
     return weights
+
+
+def _entering_mask(rows: Tensor, offsets: Tensor, state: WindowState, legal: Legal) -> Tensor:
+    """Bool [E, V]: the legal tokens of each entering position (at least one of them)."""
+    if state.single is not None:
+        return legal((offsets + state.single[1]).unsqueeze(0))[0]
+    start = torch.full_like(state.position, state.pool.ring).scatter_reduce_(0, rows, offsets, "amin")
+    column = offsets - start[rows]
+    width = int(column.max()) + 1
+    grid = (state.position + start).unsqueeze(1) + torch.arange(width, device=rows.device)
+    return legal(grid)[rows, column]
 
 
 def node_tokens(trees: TreeBatch, root: Tensor, plan: WindowPlan, drafts: Tensor, siblings: Tensor | None) -> Tensor:

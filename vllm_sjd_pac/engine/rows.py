@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm_sjd_pac.models.layout import FREE, ImageLayout
 
 _MOST_LAYOUTS = 64
+_MOST_RUNS = 8
 _EPSILON = 1e-5  # vLLM's own bound below which a temperature means greedy
 
 
@@ -30,6 +32,10 @@ class Columns:
         self._of_token[tokens] = torch.arange(len(tokens), device=tokens.device)
         self.vocab_size = vocab_size
         self.is_everything = len(tokens) == vocab_size
+        # Runs of consecutive ids: a few copied pieces are twice as fast as a gather of every column.
+        ends = ((tokens.diff() != 1).nonzero().flatten() + 1).tolist()
+        edges = [0, *ends, len(tokens)]
+        self._runs = [(int(tokens[a]), int(tokens[b - 1]) + 1) for a, b in itertools.pairwise(edges)]
         self._kinds: dict[ImageLayout, tuple[torch.Tensor, torch.Tensor]] = {}
         self._penalties: dict[ImageLayout, torch.Tensor] = {}
 
@@ -46,7 +52,11 @@ class Columns:
 
     def select(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows over the vocabulary [..., V] → rows over the columns [..., C]."""
-        return rows if self.is_everything else rows.index_select(-1, self.tokens)
+        if self.is_everything:
+            return rows
+        if len(self._runs) <= _MOST_RUNS:
+            return torch.cat([rows[..., first:end] for first, end in self._runs], -1)
+        return rows.index_select(-1, self.tokens)
 
     def kinds_of(self, layout: ImageLayout) -> tuple[torch.Tensor, torch.Tensor]:
         """The few kinds of positions of a layout: kind of each position, long [length], and bool [kinds, C], the legal
