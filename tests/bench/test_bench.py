@@ -52,7 +52,7 @@ def test_settings_take_turns_with_the_same_prompts_and_seeds() -> None:
         return one
 
     timings = in_turns({"a": draw("a"), "b": draw("b")}, turns=2, tokens=273)
-    assert [name for name, _, _ in calls] == ["a", "b"] * 3
+    assert [name for name, _, _ in calls] == ["b", "a", "a", "b", "b", "a"]  # each in turn goes first
     assert all(first[1:] == second[1:] for first, second in zip(calls[::2], calls[1::2], strict=True))
     assert len({seed for _, _, seed in calls}) == 3
     assert [len(timing.seconds) for timing in timings] == [2, 2]  # the warm-up is not counted

@@ -126,11 +126,42 @@ class _TreeBuilder:
 
 
 class _TreeImpl:
-    """Refuses, when the model is built, what the window kernel does not compute."""
+    """Refuses, when the model is built, what the window kernel does not compute; steps without trees stay stock."""
+
+    head_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_supported(self)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As the stock implementation: query and output ``[T, H, D]``, cache ``[blocks, K, block_size, 2 D]``."""
+        if getattr(attn_metadata, "plan", None) is None:
+            stock: Tensor = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return stock
+        tokens = attn_metadata.num_actual_tokens
+        caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        self._attend_step(query[:tokens], key[:tokens], value[:tokens], caches, attn_metadata, output[:tokens])
+        return output
+
+    def _attend_step(
+        self, query: Tensor, key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], metadata: Any, out: Tensor
+    ) -> None:
+        """Write ``out`` for a step with trees; ``caches``: keys and values ``[blocks, block_size, K, D]``."""
+        raise NotImplementedError
 
 
 def check_supported(impl: Any) -> None:
@@ -165,33 +196,15 @@ class FlashTreeMetadataBuilder(_TreeBuilder, stock_flash.FlashAttentionMetadataB
 
 
 class FlashTreeImpl(_TreeImpl, stock_flash.FlashAttentionImpl):
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """As the stock implementation: query and output ``[T, H, D]``, cache ``[blocks, K, block_size, 2 D]``."""
-        if getattr(attn_metadata, "plan", None) is None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        plan: TreePlan = attn_metadata.plan
-        tokens = attn_metadata.num_actual_tokens
-        query, key, value, out = query[:tokens], key[:tokens], value[:tokens], output[:tokens]
-        caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        caches = tuple(canonicalize_singleton_dim_strides(cache) for cache in caches)
+    def _attend_step(
+        self, query: Tensor, key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], metadata: Any, out: Tensor
+    ) -> None:
+        plan: TreePlan = metadata.plan
+        paged = tuple(canonicalize_singleton_dim_strides(cache) for cache in caches)
         if plan.causal_lens is not None:
             # Requests with trees have no keys in this call; it fills their rows with zeros.
-            self._flash(query, caches, attn_metadata, plan.causal_lens, attn_metadata.max_seq_len, True, out)
-        self._attend_trees(query, key, value, caches, attn_metadata, out)
-        return output
+            self._flash(query, paged, metadata, plan.causal_lens, metadata.max_seq_len, True, out)
+        self._attend_trees(query, key, value, paged, metadata, out)
 
     def _attend_trees(
         self, query: Tensor, key: Tensor, value: Tensor, caches: tuple[Tensor, ...], metadata: Any, out: Tensor
@@ -267,36 +280,16 @@ class TritonTreeMetadataBuilder(_TreeBuilder, stock_triton.TritonAttentionMetada
 
 
 class TritonTreeImpl(_TreeImpl, stock_triton.TritonAttentionImpl):
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """As the stock implementation: query and output ``[T, H, D]``, cache ``[blocks, K, block_size, 2 D]``."""
-        if getattr(attn_metadata, "plan", None) is None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        plan: TreePlan = attn_metadata.plan
-        tokens = attn_metadata.num_actual_tokens
-        query = query[:tokens]
-        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+    def _attend_step(
+        self, query: Tensor, key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], metadata: Any, out: Tensor
+    ) -> None:
+        plan: TreePlan = metadata.plan
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
         splits = num_splits(plan.layout, self.num_kv_heads, plan.longest_prefix, processors)
         prefix_out, prefix_lse = paged_prefix_attention(
-            query, key_cache, value_cache, attn_metadata.block_table, plan.prefix_lens, plan.layout, self.scale, splits
+            query, *caches, metadata.block_table, plan.prefix_lens, plan.layout, self.scale, splits
         )
-        window_attention(
-            query, key[:tokens], value[:tokens], plan.layout, prefix_out, prefix_lse, self.scale, out=output[:tokens]
-        )
-        return output
+        window_attention(query, key, value, plan.layout, prefix_out, prefix_lse, self.scale, out=out)
 
 
 class TritonTreeBackend(stock_triton.TritonAttentionBackend):
