@@ -7,6 +7,8 @@ sampling whatever the drafts, the tree or the window are. Coupling by shared noi
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -69,7 +71,7 @@ class RaceRule(AcceptanceRule):
         check_rows(trees, tokens, rows, state, values=False)
         batch, depth, vocab = trees.batch_size, trees.max_main, rows.shape[2]
         state.prepare_noise(self.noise, trees)
-        steps = torch.arange(depth + 1, device=tokens.device)
+        steps = _count(depth + 1, tokens.device)
         grid = state.ring_grid(depth + 1)
         race = state.noise_rows(self.noise, grid.flatten(), None, steps).view(batch, depth + 1, vocab)
         winners = first_argmax(race.add_(rows[:, : depth + 1]))
@@ -169,16 +171,13 @@ class RaceRule(AcceptanceRule):
             gone = known.view(torch.uint8).argmax(1).view(-1, 1, 1)
             fresh = torch.stack([drafts[: plan.continued], context], 1).unsqueeze(2)
             moved = torch.cat([fresh, past[:, :, :-1]], 2)
-            memory[: plan.continued] = torch.where(self._places(memory.device) <= gone, moved, past)
+            memory[: plan.continued] = torch.where(_count(1 + self.memory, memory.device) <= gone, moved, past)
         if plan.total > plan.known:
             entered = memory[plan.known :]
             entered[:, 0, 0] = drafts[plan.known :]
             entered[:, 1, 0] = _ENTERED
         stored.index_copy_(0, plan.ring, memory)
         return memory
-
-    def _places(self, device: torch.device) -> Tensor:
-        return torch.arange(1 + self.memory, device=device)
 
     def _match(self, trees: TreeBatch, plan: WindowPlan, root: Tensor, memory: Tensor, drafts: Tensor) -> Tensor:
         """Main drafts long [T]: where the token before a position is not the one that its newest row saw, the draft of
@@ -218,11 +217,22 @@ class RaceRule(AcceptanceRule):
         own = drafts[place].unsqueeze(1)
         if self.memory:
             known = torch.where(history >= 0, history, own)
-            bonus = (_PREFERENCE - torch.arange(history.shape[1], device=own.device)).expand_as(known)
-            ranking.scatter_reduce_(1, known, bonus.to(ranking.dtype), "amax")
+            ranking.scatter_reduce_(1, known, _bonus(known.shape[1], own.device).expand(known.shape), "amax")
         ranking.scatter_(1, own, float("-inf"))
         best, siblings = ranking.topk(min(trees.width - 1, ranking.shape[1]), dim=1)
         siblings = torch.where(best > float("-inf"), siblings, own)
         if siblings.shape[1] < trees.width - 1:
             siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
         return siblings.view(trees.batch_size, trees.sibling_depth, trees.width - 1)
+
+
+@lru_cache(maxsize=256)
+def _count(number: int, device: torch.device) -> Tensor:
+    """Long [number], 0, 1, …; not to be written to."""
+    return torch.arange(number, device=device)
+
+
+@lru_cache(maxsize=16)
+def _bonus(number: int, device: torch.device) -> Tensor:
+    """float32 [number]: what ranks remembered drafts before all others, the newest first."""
+    return (_PREFERENCE - _count(number, device)).float()

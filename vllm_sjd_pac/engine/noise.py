@@ -57,8 +57,7 @@ class SeedStreams:
 
     def integers(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draws as LongTensor of the common shape of `keys` and `positions` (long)."""
-        keys, positions = torch.broadcast_tensors(keys, positions)
-        if keys.numel():
+        if positions.numel():
             furthest = int(positions.max()) + 1
             for key in set(keys.flatten().tolist()):
                 self._draw(key, furthest)
@@ -86,8 +85,15 @@ def cpu_gumbel(seeds: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     Returns:
         float64 [..., C].
     """
+    return _gumbel(seeds, _token_steps(tokens))
+
+
+def _token_steps(tokens: torch.Tensor) -> np.ndarray:
+    return (tokens.numpy().astype(np.uint64) + np.uint64(1)) * _GOLDEN
+
+
+def _gumbel(seeds: torch.Tensor, steps: np.ndarray) -> torch.Tensor:
     # In NumPy: torch's integer products and float64 logarithms take more than twice as long on one core.
-    steps = (tokens.numpy().astype(np.uint64) + np.uint64(1)) * _GOLDEN
     bits = _mix(_mix(seeds.numpy().astype(np.uint64))[..., None] + steps)
     bits >>= np.uint64(11)
     noise = bits.astype(np.float64)
@@ -116,13 +122,13 @@ class CPUStockNoise:
     """
 
     def __init__(self, streams: SeedStreams, tokens: torch.Tensor) -> None:
-        self.streams, self.tokens = streams, tokens
+        self.streams, self.tokens, self._steps = streams, tokens, _token_steps(tokens)
 
     def gumbel(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """float32 [B, W, C] for keys long [B] and positions long [B, W]; zeros for greedy requests."""
-        keys = keys.unsqueeze(-1).expand_as(positions)
-        noise = cpu_gumbel(self.streams.integers(keys, positions), self.tokens).to(torch.float32)
-        return noise.masked_fill_(self.streams.greedy[keys].unsqueeze(-1), 0.0)
+        noise = _gumbel(self.streams.integers(keys.unsqueeze(-1), positions), self._steps).to(torch.float32)
+        greedy = self.streams.greedy[keys]
+        return noise.masked_fill_(greedy.view(-1, 1, 1), 0.0) if bool(greedy.any()) else noise
 
     def self_check(self) -> None:
         """Compare with the stock sampler's operator.

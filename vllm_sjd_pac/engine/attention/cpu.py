@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -17,6 +18,12 @@ class CPUVirtualBuilder(VirtualBuilderMixin, CPUAttentionMetadataBuilder):
 
 class CPUVirtualImpl(VirtualImplMixin, CPUAttentionBackendImpl):
     """The stock implementation that writes branches."""
+
+    @staticmethod
+    def copy_blocks(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """As in the mixin; NumPy copies whole blocks more than twice as fast as torch's indexing."""
+        blocks = kv_cache.view(torch.uint8).numpy()  # as bytes: NumPy knows no bfloat16
+        blocks[target.numpy()] = blocks[source.numpy()]
 
 
 class CPUTreeAttentionBackend(CPUAttentionBackend):

@@ -100,6 +100,11 @@ def extend(common: Any, batch: VirtualBatch) -> Any:
 class VirtualImplMixin:
     """Writes the branches' keys and values a second time, into their scratch blocks."""
 
+    @staticmethod
+    def copy_blocks(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy blocks `source` long [C] of a cache [blocks, ...] to the blocks `target` long [C]."""
+        kv_cache.index_copy_(0, target, kv_cache.index_select(0, source))
+
     def do_kv_cache_update(
         self: Any,
         layer: Any,
@@ -116,6 +121,6 @@ class VirtualImplMixin:
         if writes is None:
             return
         # The main chain's entries of this step are in place now, so the copied blocks are complete up to each branch.
-        kv_cache.index_copy_(0, writes.copy_to, kv_cache.index_select(0, writes.copy_from))
+        self.copy_blocks(kv_cache, writes.copy_from, writes.copy_to)
         tokens = writes.write_token
         update(layer, key.index_select(0, tokens), value.index_select(0, tokens), kv_cache, writes.write_slot)
