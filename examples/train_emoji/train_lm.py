@@ -25,8 +25,8 @@ from examples.train_emoji.muon import Muon
 class LMSchedule:
     """How long, how fast."""
 
-    steps: int = 6500
-    decay_start: int = 4000
+    steps: int = 5000
+    decay_start: int = 3800
     warm_up: int = 30
     batch: int = 16
     matrix_rate: float = 0.02
