@@ -26,10 +26,17 @@ from pathlib import Path
 START_SECONDS = 600
 
 
+# Above the ports of Ray's workers, below those that Linux gives to outgoing connections: there a port that was free a
+# moment ago may be taken before its owner starts.
+PORTS = range(20000, 32768)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
@@ -77,9 +84,8 @@ def cluster(nodes: Sequence[Mapping[str, str]] = ({}, {}), *, cpus: int = 1) -> 
                         command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
                     )
                 )
-            _wait_started(
-                processes[-1], log
-            )  # one after the other: nodes of one machine must not choose ports together
+            # One after the other: nodes of one machine must not choose ports together.
+            _wait_started(processes[-1], log, address)
         yield joined
     finally:
         for process in reversed(processes):  # the head last
@@ -87,11 +93,13 @@ def cluster(nodes: Sequence[Mapping[str, str]] = ({}, {}), *, cpus: int = 1) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_started(process: subprocess.Popen[bytes], log: Path, seconds: float = 90) -> None:
+def _wait_started(process: subprocess.Popen[bytes], log: Path, address: str, seconds: float = 90) -> None:
+    host, _, port = address.rpartition(":")
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         if "Ray runtime started" in log.read_text(errors="replace"):
-            return
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+                return
         time.sleep(0.2)
     raise RuntimeError(f"a Ray node did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
