@@ -32,6 +32,7 @@ PORTS = range(20000, 32768)
 
 
 def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.server import free_port
+from examples.ray_cluster.local_cluster import free_port
 
 FLAGS = (
     "--headless=new",

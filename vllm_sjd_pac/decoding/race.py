@@ -180,8 +180,11 @@ class RaceRule(AcceptanceRule):
         return memory
 
     def _match(self, trees: TreeBatch, plan: WindowPlan, root: Tensor, memory: Tensor, drafts: Tensor) -> Tensor:
-        """Main drafts long [T]: where the token before a position is not the one that its newest row saw, the draft of
-        the newest row that did see it, if one is remembered."""
+        """Main drafts long [T], from ``drafts`` long [T] of the newest rows and ``memory`` long [T, 2, 1+H].
+
+        Where the token before a position is not the one that its newest row saw: the draft of the newest row that did
+        see it, if one is remembered. For one request ``drafts`` itself is changed and returned.
+        """
         width = min(_MATCHED, trees.max_main)
         place = None if trees.batch_size == 1 else window_rows(trees, plan, width)
         near = memory[:width].unsqueeze(0) if place is None else memory[place]

@@ -89,10 +89,12 @@ def cpu_gumbel(seeds: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _token_steps(tokens: torch.Tensor) -> np.ndarray:
+    """uint64 [C]: what each token id adds to a hashed seed."""
     return (tokens.numpy().astype(np.uint64) + np.uint64(1)) * _GOLDEN
 
 
 def _gumbel(seeds: torch.Tensor, steps: np.ndarray) -> torch.Tensor:
+    """float64 [..., C] for seeds long [...] and steps uint64 [C]."""
     # In NumPy: torch's integer products and float64 logarithms take more than twice as long on one core.
     bits = _mix(_mix(seeds.numpy().astype(np.uint64))[..., None] + steps)
     bits >>= np.uint64(11)

@@ -16,6 +16,7 @@ Never run on a GPU: the kernels are tested in Triton's interpreter, the dispatch
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,7 @@ class _TreeBuilder:
         return self.metadata_type(**values, plan=plan)
 
 
-class _TreeImpl:
+class _TreeImpl(ABC):
     """Refuses, when the model is built, what the window kernel does not compute; steps without trees stay stock."""
 
     head_size: int
@@ -157,11 +158,15 @@ class _TreeImpl:
         self._attend_step(query[:tokens], key[:tokens], value[:tokens], caches, attn_metadata, output[:tokens])
         return output
 
+    @abstractmethod
     def _attend_step(
         self, query: Tensor, key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], metadata: Any, out: Tensor
     ) -> None:
-        """Write ``out`` for a step with trees; ``caches``: keys and values ``[blocks, block_size, K, D]``."""
-        raise NotImplementedError
+        """Write ``out`` ``[T, H, D]`` for a step with trees.
+
+        ``query`` ``[T, H, D]``, ``key`` and ``value`` ``[T, K, D]``: of the step; ``caches``: paged keys and values
+        ``[blocks, block_size, K, D]``.
+        """
 
 
 def check_supported(impl: Any) -> None:
