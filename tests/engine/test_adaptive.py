@@ -49,7 +49,7 @@ def simulate(
 )
 def test_throughput_is_close_to_the_best_window(sequences: int, cost: tuple[float, float, float]) -> None:
     controller = WindowController(63)
-    chosen = simulate(controller, sequences, cost, 400, seed=sequences)[100:]
+    chosen = simulate(controller, sequences, cost, 900, seed=sequences)[450:]
 
     def rate(drafts: int) -> float:
         return expected_tokens(drafts) / (cost[0] + cost[1] * sequences * (drafts + 1) + cost[2] * sequences)
@@ -84,6 +84,44 @@ def test_a_window_is_judged_by_its_own_acceptance(sequences: int) -> None:
     }
     achieved = sum(gains[d] for d in chosen[100:]) / sum(gains[d] / rates[d] for d in chosen[100:])
     assert achieved >= 0.9 * max(rates.values())
+
+
+def test_a_window_is_judged_when_it_has_filled() -> None:
+    """Just after a change, requests accept what the old window prepared: a short one looks good after a long one, and a
+    long one bad after a short one."""
+    rng = random.Random(0)
+    controller = WindowController(63)
+    gains = {drafts: (drafts + 1) ** 0.42 for drafts in controller.ladder}
+    times = {0: 3.0, 3: 3.5, 7: 4.6, 15: 5.6, 31: 6.6, 63: 7.4}  # milliseconds; the best window is 63
+    gain, chosen = 1.0, []
+    for _ in range(1500):
+        drafts = controller.choose(2)
+        chosen.append(drafts)
+        gain += (gains[drafts] - gain) * min(1.0, gain / max(drafts, 1))  # a window is new after as many tokens
+        accepted = draw_accepted(rng, 1, drafts, 1 - 1 / gain)
+        controller.observe(2 * (drafts + 1), 2, times[drafts] / 1000 * rng.uniform(0.9, 1.2), accepted)
+    late = chosen[500:]
+    assert late.count(63) > 0.75 * len(late)
+
+
+def test_a_burst_is_met_at_once() -> None:
+    """From one picture to 32: steps with the full window would take ten times as long as the best ones."""
+    controller = WindowController(63)
+    cost = (0.003, 3e-5, 1e-4)
+    for sequences in (64, 2, 64):
+        calm = simulate(controller, 2, cost, 200, seed=sequences)
+        burst = simulate(controller, sequences, cost, 200, seed=1)
+    assert calm[-1] >= 15
+    assert max(burst) <= 7
+
+
+def test_a_lull_changes_nothing() -> None:
+    controller = WindowController(63)
+    cost = (0.003, 3e-5, 1e-4)
+    simulate(controller, 64, cost, 600, seed=0)
+    before = controller.drafts
+    assert set(simulate(controller, 8, cost, 7, seed=1)) == {before}
+    assert max(simulate(controller, 8, cost, 400, seed=2)[-100:]) > before
 
 
 def test_it_comes_back_when_the_load_goes() -> None:

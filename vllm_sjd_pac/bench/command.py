@@ -111,7 +111,7 @@ def compression(given: argparse.Namespace) -> int:
 def picture(given: argparse.Namespace) -> int:
     """``bench picture``."""
     set_environment()
-    from vllm_sjd_pac.bench.picture import drawing, in_turns, stock
+    from vllm_sjd_pac.bench.picture import apart, drawing, in_turns, stock
 
     if given.peers and given.guidance not in (None, 1.0):
         raise ValueError(f"--guidance {given.guidance:g} with --peers: plain vLLM has no guidance; leave it out, or 1")
@@ -125,13 +125,11 @@ def picture(given: argparse.Namespace) -> int:
             named.Setting("PAC (rejection, full 3.3)", {**nodes, "tree": "full:3.3"}),
         ]
     engines = len(chosen) + (len(published) + 2 if given.peers else 0)
-    plain = {"plain vLLM": stock(given.model, arguments, engines=engines)} if given.peers else {}
-    draws = {s.name: drawing(s, given.model, guidance, arguments, engines) for s in [*chosen, *published]}
-    draws = {**plain, **draws}
+    draws = {s.name: apart(drawing, s, given.model, guidance, arguments, engines) for s in [*chosen, *published]}
     if given.peers:
         ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-        # Started last: vLLM 0.32 cannot start another engine on a CPU in a process whose n-gram proposer loaded numba.
-        draws["vLLM, n-gram speculation"] = stock(given.model, arguments, ngram, engines)
+        draws = {"plain vLLM": apart(stock, given.model, arguments, None, engines), **draws}
+        draws["vLLM, n-gram speculation"] = apart(stock, given.model, arguments, ngram, engines)
     timings = in_turns(draws, given.turns, _tokens(given.model, given.prompts[0]), given.prompts)
     rows = [timing.summary(timings[0]) for timing in timings]
     return _publish(given, "peers" if given.peers else "picture", rows, "picture")

@@ -1,4 +1,4 @@
-"""Throughput and latency at a constant number of pictures in flight, inside this process."""
+"""Throughput and latency at a constant number of pictures in flight."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_sjd_pac.bench.apart import Apart
 from vllm_sjd_pac.bench.settings import PROMPTS, Setting, rotated
 
 if TYPE_CHECKING:
     from vllm_sjd_pac.offline import ImageGenerator
+
+_WARM_UP = 8
+"""Pictures before the first turn, at least: an engine that learns has learnt by then."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +95,22 @@ def compare(
 ) -> list[dict[str, Any]]:
     """One row per concurrency and setting; ratios are medians over turns against the first setting.
 
+    Each setting's engine runs in a process of its own; one works at a time.
+
     Args:
         turns: how often the settings take turns; rounds: pictures of a turn, per picture in flight.
     """
     most = 2 * max(concurrencies)
-    generators = {setting.name: setting.start(model, most, engine_args, len(settings)) for setting in settings}
+    engines = {
+        setting.name: Apart(Setting.start, setting, model, most, engine_args, len(settings)) for setting in settings
+    }
     rows = []
     for concurrency in concurrencies:
-        results: dict[str, list[Round]] = {name: [] for name in generators}
+        results: dict[str, list[Round]] = {name: [] for name in engines}
         for turn in range(-1, turns):
-            for name in rotated(list(generators), turn):
-                generator = generators[name]
-                count = concurrency * (rounds if turn >= 0 else 1)
-                result = closed_loop(generator, concurrency, count, guidance, 1000 * turn, prompts)
+            for name in rotated(list(engines), turn):
+                count = concurrency * rounds if turn >= 0 else max(2 * concurrency, _WARM_UP)
+                result = engines[name].run(closed_loop, concurrency, count, guidance, 1000 * turn, prompts)
                 if turn >= 0:
                     results[name].append(result)
         base = results[settings[0].name]

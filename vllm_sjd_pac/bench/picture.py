@@ -6,8 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from vllm_sjd_pac.bench.apart import Apart
 from vllm_sjd_pac.bench.settings import PROMPTS, Setting, memory_share, rotated
 
 Draw = Callable[[str, int], int | None]
@@ -40,7 +42,7 @@ class Timing:
 def drawing(
     setting: Setting, model: str | None, guidance: float, engine_args: Mapping[str, Any], engines: int = 1
 ) -> Draw:
-    """A function that draws one picture with an engine of this setting, one of `engines` in this process."""
+    """A function that draws one picture with an engine of this setting, one of `engines` on this machine."""
     generator = setting.start(model, 2, engine_args, engines)
 
     def draw(prompt: str, seed: int) -> int:
@@ -77,6 +79,15 @@ def stock(
         llm.generate(TokensPrompt(prompt_token_ids=encoded.prompt_token_ids), params, use_tqdm=False)
 
     return draw
+
+
+def apart(build: Callable[..., Draw], *arguments: Any) -> Draw:
+    """What `drawing` or `stock` return, with the engine in a process of its own."""
+    return partial(Apart(build, *arguments).run, _draw)
+
+
+def _draw(draw: Draw, prompt: str, seed: int) -> int | None:
+    return draw(prompt, seed)
 
 
 def in_turns(draws: Mapping[str, Draw], turns: int, tokens: int, prompts: Sequence[str] = PROMPTS) -> list[Timing]:

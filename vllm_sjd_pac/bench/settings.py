@@ -42,7 +42,7 @@ class Setting:
         """An engine of this setting for up to `max_num_seqs` sequences (a guided picture is two).
 
         Args:
-            engines: how many share this process, and the memory of its GPU.
+            engines: how many share the memory of the GPU.
         """
         from vllm_sjd_pac.offline import ImageGenerator
 

@@ -2,40 +2,56 @@
 
 Drafting pays while the machine has arithmetic to spare. Two things are learnt from the steps that run anyway:
 
-* E(n), tokens that a request commits in a step with n drafted nodes. It is kept per window size, because acceptance
-  depends on the window itself: in a longer one drafts are refined for more passes before their turn comes. A size that
-  was not tried is given the benefit of the doubt: a shorter window what the first depths of a longer one commit, a
-  longer one a generous power law. So it is tried where it may be best, and then known.
-* the seconds of a step over T tokens and R sequences: averages by (R, T), and ``a + b·T + c·R`` fitted to all of them
-  for what has not been seen.
+* E(n), tokens that a request commits in a step with n drafted nodes. Acceptance depends on the window itself (in a
+  longer one drafts are refined for more passes before their turn comes), so every window size has its own mean. One
+  request's steps scatter widely, so the sizes share what they know: log E is Gaussian around a power law (n + 1)^γ.
+* the seconds of a step over T tokens and R sequences: ``a + b·T + c·R`` fitted to everything seen, corrected by what
+  steps of nearly this shape really took (a Gaussian process over log T and log R).
 
-The window is the n with most tokens per second. No table of machines or models is known, and under `race` the choice
-never changes what is generated.
+The window is the n with most tokens per second, where what is not known well is given the benefit of the doubt (an
+upper confidence bound): so it is tried where it may be best, and then known. No table of machines or models is known,
+and under `race` the choice never changes what is generated.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-_DECIDE_EVERY = 4
-_TRIAL = 12
-"""Steps that a window is tried for; the first `_SETTLE` of them say nothing about E: a new window has to fill."""
-_SETTLE = 4
-_PROBE_EVERY = 256
-_ADVANTAGE = 1.04
-"""A change of window must promise this factor, so that noise does not make it flutter."""
+_DECIDE_EVERY = 8
+_TRIAL = 5
+"""Steps that a window is tried for: enough for its cost."""
+_LULL = 16
+"""Steps that a lower load must last: a longer window takes steps to fill, so it does not pay in a lull."""
+_ADVANTAGE = 0.05
+"""A change of window must promise this much (of log tokens per second), so that noise does not make it flutter."""
 _HALF_LIFE = 3000
 """Steps after which what was learnt counts half: models and prompts change, and so may the machine."""
-_GENEROUS = 0.5
-"""E(n) grows at most like (n + 1)^this; image-token models measured 0.3 to 0.45."""
-_DOUBT = 8.0
-"""Request-steps that the guess at an untried window weighs as much as."""
-_MOST_REQUESTS = 2000.0
+_GAMMA, _GAMMA_SPREAD = 0.4, 0.1
+"""E(n) = (n + 1)^γ a priori; image-token models measured γ = 0.3 to 0.45."""
+_OWN_SPREAD, _NEIGHBOURS = 0.3, 0.8
+"""Standard deviation of log E of a window around that law, and its correlation with the next window's."""
+_SCATTER = 1.5
+"""Relative variance of the tokens of one request's step, raised for steps of one picture that are alike."""
+_COST_SPREAD, _COST_NOISE = 0.2, 0.15
+"""Standard deviation of log seconds around the fit for shapes of steps that were never seen; and of single steps."""
+_APART = np.log([3.0, 6.0])
+"""Shapes whose sequences or tokens differ by this factor have hardly anything in common."""
+_CELLS = 32
+"""Shapes that a prediction is made from, at most."""
+_FULL = 4.0
+"""Steps of one shape after which more of them say nothing new about others."""
+_OPTIMISM, _COST_OPTIMISM = 1.0, 0.5
+"""Standard deviations of log E and of log seconds by which a window is judged better than its mean; more for the cost,
+which a few steps tell."""
+_DARE_EVERY, _DARING = 400, 2.5
+"""Now and then the benefit of the doubt about E is larger, so that a wrong belief does not last for ever."""
 _MOST_CELLS = 400
+"""Shapes of steps that are remembered."""
 
 
 @dataclass
@@ -66,15 +82,25 @@ class WindowController:
     def __init__(self, max_drafts: int) -> None:
         self.ladder = _ladder(max_drafts)
         self.drafts = max_drafts
-        self._gains = {drafts: _Average() for drafts in self.ladder}
-        self._reached = {drafts: np.zeros(drafts + 1) for drafts in self.ladder}
+        self._windows = self.ladder[1:]
+        self._gains = {drafts: _Average() for drafts in self._windows}
+        self._sizes = {drafts: _Average(drafts + 1.0, 1.0) for drafts in self.ladder}
         self._times: dict[tuple[int, int], _Average] = {}
-        self._cost = (0.0, 0.0, 0.0)
         self._steps = 0
         self._since_change = 0
+        self._to_settle = 0.0
         self._current = max_drafts
-        self._trials = [rung for rung in (max_drafts, self.ladder[len(self.ladder) // 2]) if rung]
-        self._trial_left = _TRIAL
+        self._decided_for = 1
+        self._dare_at = _DARE_EVERY
+        self._loads: deque[int] = deque(maxlen=_LULL)
+        self._tried: dict[int, int] = {}
+        self._trial_left = 0
+        logs = np.log1p(self._windows)
+        places = np.arange(len(logs))
+        alike = _NEIGHBOURS ** np.abs(places[:, None] - places)
+        self._prior = _GAMMA * logs
+        self._precision = np.linalg.inv(_GAMMA_SPREAD**2 * np.outer(logs, logs) + _OWN_SPREAD**2 * alike)
+        self._learn()
 
     # ---- learning -------------------------------------------------------------------------------------------------
 
@@ -83,121 +109,136 @@ class WindowController:
 
         Args:
             tokens: scheduled tokens of the step; sequences: scheduled sequences, twins included.
-            seconds: from scheduling to the step's output.
+            seconds: from this step's scheduling to the next one's.
             accepted: drafts accepted, per request that had any.
         """
         self._steps += 1
         self._since_change += 1
-        cell = self._times.setdefault((sequences, _rounded(tokens)), _Average())
+        cell = self._times.setdefault((_rounded(sequences), _rounded(tokens)), _Average())
         if cell.weight >= 3:
-            seconds = min(seconds, 3 * cell.value)  # a hiccup of the machine is no property of the step
+            # A hiccup, or kernels compiled for a new shape, are no property of the step; a slower machine is soon seen.
+            seconds = min(seconds, 1.25 * cell.value)
         cell.add(seconds, 1.0, self._steps, most=20.0)
         if len(self._times) > _MOST_CELLS:
             del self._times[min(self._times, key=lambda key: self._times[key].weight_at(self._steps))]
         counts = list(accepted)
-        if counts and self._current and self._since_change > _SETTLE:
+        if not self._current:
+            self._to_settle -= 1
+        elif counts:
             gained = 1 + sum(counts) / len(counts)
-            gain, reached = self._gains[self._current], self._reached[self._current]
-            share = len(counts) / (len(counts) + min(gain.weight_at(self._steps), _MOST_REQUESTS))
-            gain.add(gained, len(counts), self._steps, most=_MOST_REQUESTS)
-            depths = np.arange(len(reached))
-            reached += share * ((np.array(counts)[:, None] >= depths).mean(0) - reached)
+            self._to_settle -= gained
+            if self._since_change > 1 and self._to_settle <= 0:
+                self._gains[self._current].add(gained, len(counts), self._steps)
+                self._sizes[self._current].add(tokens / sequences, 1.0, self._steps, most=20.0)
 
     @property
     def cost(self) -> tuple[float, float, float]:
         """Fitted seconds per step, per token and per sequence; none is negative."""
         if not self._times:
             return 0.0, 0.0, 0.0
-        keys = np.array([(1.0, tokens, sequences) for sequences, tokens in self._times])
+        shapes = np.array([(1.0, tokens, sequences) for sequences, tokens in self._times])
         seconds = np.array([max(cell.value, 1e-6) for cell in self._times.values()])
-        weight = np.sqrt([cell.weight_at(self._steps) for cell in self._times.values()])
         # Relative errors count: a long prefill must not outweigh the small steps.
-        rows, right = keys * (weight / seconds)[:, None], weight
-        scale = np.maximum(np.abs(rows).max(0), 1e-30)
+        weight = np.sqrt([min(cell.weight_at(self._steps), _FULL) for cell in self._times.values()])
+        rows = shapes * (weight / seconds)[:, None]
+        scale = np.maximum(rows.max(0), 1e-30)
         active = [0, 1, 2]
         while True:
-            solution = np.linalg.lstsq(rows[:, active] / scale[active], right, rcond=1e-6)[0]
+            solution = np.linalg.lstsq(rows[:, active] / scale[active], weight, rcond=1e-6)[0]
             if (solution >= 0).all() or len(active) == 1:
                 break
             active.pop(int(np.argmin(solution)))
-        full = np.zeros(3)
-        full[active] = np.maximum(solution, 0) / scale[active]
-        return float(full[0]), float(full[1]), float(full[2])
+        fit = np.zeros(3)
+        fit[active] = np.maximum(solution, 0) / scale[active]
+        return float(fit[0]), float(fit[1]), float(fit[2])
+
+    def _learn(self) -> None:
+        """Bring what decisions are made from up to date: posterior of log E by window, the fit, and its errors."""
+        gains = np.array([max(1.0, self._gains[drafts].value) for drafts in self._windows])
+        weight = np.array([self._gains[drafts].weight_at(self._steps) for drafts in self._windows])
+        weight /= _SCATTER * np.maximum(1 - 1 / gains, 0.1)
+        seen = np.log(gains)
+        covariance = np.linalg.inv(self._precision + np.diag(weight))
+        mean = covariance @ (self._precision @ self._prior + weight * seen)
+        self._log_gain = np.concatenate([[0.0], np.maximum(mean, 0.0)])
+        self._gain_variance = np.concatenate([[0.0], np.diag(covariance)])
+        self._cost = self.cost
+
+    def _fitted(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return np.maximum(self._cost[0] + self._cost[1] * tokens + self._cost[2] * sequences, 1e-9)
 
     def expected_tokens(self, drafts: int) -> float:
-        """E(n): tokens that a request commits in a step with a window of `drafts` nodes."""
-        if not drafts:
-            return 1.0
-        gain = self._gains.get(drafts)
-        weight = gain.weight_at(self._steps) if gain is not None else 0.0
-        guess = self._guess(drafts)
-        return ((gain.value if gain is not None else 0.0) * weight + guess * _DOUBT) / (weight + _DOUBT)
-
-    def _guess(self, drafts: int) -> float:
-        """A generous E(n) from the other windows seen, the nearest larger one or else the nearest smaller one."""
-        seen = [rung for rung in self.ladder if rung and rung != drafts and self._gains[rung].weight]
-        larger = [rung for rung in seen if rung > drafts]
-        if larger:
-            return float(self._reached[min(larger)][: drafts + 1].sum())
-        nearest = max(seen, default=0)
-        return max(1.0, self._gains[nearest].value) * ((drafts + 1) / (nearest + 1)) ** _GENEROUS
+        """E(n): tokens that a request commits in a step with a window of `drafts` nodes, one of `ladder`."""
+        return float(np.exp(self._log_gain[self.ladder.index(drafts)]))
 
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def choose(self, sequences: int) -> int:
         """Drafted nodes per sequence for the next step of `sequences` sequences (twins included)."""
-        current = self._next(max(1, sequences))
+        self._loads.append(max(1, sequences))
+        current = self._next(max(self._loads))
         if current != self._current:
+            # Until as many tokens are committed, drafts of the old window are still there, or of the new one not yet.
+            self._to_settle = float(max(current, self._current)) if current else float(_DECIDE_EVERY)
             self._current, self._since_change = current, 0
         return current
 
     def _next(self, sequences: int) -> int:
-        if self._trials:
-            # At first, and now and then, other windows are tried: what is never run is never learnt.
+        # Long windows alone would not tell what tokens cost from what sequences cost. So at every load, in powers of
+        # two, the shortest window is tried, and again when that is forgotten.
+        load = round(math.log2(sequences))
+        if self._steps >= self._tried.get(load, 0) and self._steps >= _TRIAL:
+            self._tried[load], self._trial_left = self._steps + 2 * _HALF_LIFE, _TRIAL
+        if self._trial_left:
             self._trial_left -= 1
-            if self._trial_left >= 0:
-                return self._trials[0]
-            self._trials.pop(0)
-            self._trial_left = _TRIAL
-            if self._trials:
-                return self._trials[0]
+            return self.ladder[1]
+        # A window that was left before it could show its E was tried for nothing; another load is another question.
+        settled = self._to_settle <= 0 and self._steps % _DECIDE_EVERY == 0
+        if settled or not 0.8 < sequences / self._decided_for < 1.25:
             self._decide(sequences)
-        elif self._steps % _PROBE_EVERY == 0 and self._steps:
-            self._probe(sequences)
-        elif self._steps % _DECIDE_EVERY == 0:
-            self._decide(sequences)
-        return self._trials[0] if self._trials else self.drafts
+        return self.drafts
 
     def _decide(self, sequences: int) -> None:
-        self._cost = self.cost
-        rates = {drafts: self._rate(drafts, sequences) for drafts in self.ladder}
-        best = max(rates, key=lambda drafts: rates[drafts])
-        if rates[best] > _ADVANTAGE * rates[self.drafts]:
-            self.drafts = best
+        self._decided_for = sequences
+        self._learn()
+        daring = self._steps >= self._dare_at
+        if daring:
+            self._dare_at = self._steps + _DARE_EVERY
+        scores = self._scores(sequences, _DARING if daring else _OPTIMISM)
+        best = int(np.argmax(scores))
+        if scores[best] > scores[self.ladder.index(self.drafts)] + _ADVANTAGE:
+            self.drafts = self.ladder[best]
 
-    def _probe(self, sequences: int) -> None:
-        """Try the neighbour about which least is known, if it may be as good as the present window."""
-        place = self.ladder.index(self.drafts)
-        around = [self.ladder[i] for i in (place - 1, place + 1) if 0 <= i < len(self.ladder) and self.ladder[i]]
-        if not around:
-            return
-        rung = min(around, key=lambda drafts: self._gains[drafts].weight_at(self._steps))
-        if self._rate(rung, sequences) > 0.8 * self._rate(self.drafts, sequences):
-            self._trials, self._trial_left = [rung], _TRIAL
+    def _scores(self, sequences: int, optimism: float) -> np.ndarray:
+        """Of each window of the ladder: log tokens per second and sequence, optimistic."""
+        tokens = sequences * np.array([self._sizes[drafts].value for drafts in self.ladder])
+        seconds, doubt = self._seconds(np.full(len(tokens), float(sequences)), tokens)
+        return self._log_gain - seconds + optimism * np.sqrt(self._gain_variance) + _COST_OPTIMISM * np.sqrt(doubt)
 
-    def _rate(self, drafts: int, sequences: int) -> float:
-        return sequences * self.expected_tokens(drafts) / self._seconds(drafts, sequences)
+    def _seconds(self, sequences: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance of the log seconds of steps of these shapes: a Gaussian process around the fit."""
+        here = np.log(np.stack([sequences, tokens], 1))
+        fitted = np.log(self._fitted(sequences, tokens))
+        if not self._times:
+            return fitted, np.full(len(tokens), _COST_SPREAD**2)
+        keys = list(self._times)
+        shapes = np.array(keys, dtype=float)
+        seen = np.log(shapes)
+        # The cells that say most: near the present number of sequences, and in most steps.
+        weight = np.array([self._times[key].weight_at(self._steps) for key in keys])
+        order = np.argsort(np.abs(seen[:, 0] - here[0, 0]) - 0.1 * np.log(weight))[:_CELLS]
+        seen, weight, shapes = seen[order], weight[order], shapes[order]
+        errors = np.log([max(self._times[keys[i]].value, 1e-9) for i in order]) - np.log(
+            self._fitted(shapes[:, 0], shapes[:, 1])
+        )
 
-    def _seconds(self, drafts: int, sequences: int) -> float:
-        """Of a step: what was measured for nearly this step, as far as it was, else the fit."""
-        fixed, per_token, per_sequence = self._cost
-        tokens = sequences * (drafts + 1)
-        fitted = fixed + per_token * tokens + per_sequence * sequences
-        cell = self._times.get((sequences, _rounded(tokens)))
-        if cell is None:
-            return max(fitted, 1e-9)
-        weight = cell.weight_at(self._steps)
-        return max((cell.value * weight + 2 * fitted) / (weight + 2), 1e-9)
+        def alike(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+            return _COST_SPREAD**2 * np.exp(-np.abs((left[:, None] - right[None]) / _APART).sum(2))
+
+        own = alike(seen, seen) + np.diag(_COST_NOISE**2 / weight + 1e-4)
+        between = alike(here, seen)
+        solved = np.linalg.solve(own, between.T)
+        return fitted + errors @ solved, _COST_SPREAD**2 - (between.T * solved).sum(0)
 
 
 def _rounded(tokens: int) -> int:

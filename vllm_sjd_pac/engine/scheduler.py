@@ -41,6 +41,7 @@ class GuidedScheduler(Scheduler):
         self._refused: list[tuple[int, str, str]] = []
         self.window = WindowController(self.num_spec_tokens) if self._adapts() else None
         self._scheduled_at = 0.0
+        self._unlearnt: tuple[int, int, list[int]] | None = None
         self._set_window(self.num_spec_tokens)
 
     def _adapts(self) -> bool:
@@ -106,9 +107,15 @@ class GuidedScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         held = self._hold_back_pairs() if self.twins else []
-        if self.window is not None and self.running:
-            self._set_window(self.window.choose(len(self.running)))
-        self._scheduled_at = time.perf_counter()
+        now = time.perf_counter()
+        if self.window is not None and (self.running or self.waiting):
+            if self._unlearnt is not None and self.running:
+                # From one scheduling to the next: handing out tokens takes its time, too, and more of a short step.
+                tokens, sequences, accepted = self._unlearnt
+                self.window.observe(tokens, sequences, now - self._scheduled_at, accepted)
+            load = min(len(self.running) + len(self.waiting), self.max_num_running_reqs)
+            self._set_window(self.window.choose(load))
+        self._unlearnt, self._scheduled_at = None, now
         try:
             return super().schedule(*args, **kwargs)
         finally:
@@ -154,13 +161,6 @@ class GuidedScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         report = step_report.read(model_runner_output)
-        if self.window is not None and scheduler_output.total_num_scheduled_tokens:
-            self.window.observe(
-                scheduler_output.total_num_scheduled_tokens,
-                len(scheduler_output.num_scheduled_tokens),
-                time.perf_counter() - self._scheduled_at,
-                report.accepted,
-            )
         before = {
             request_id: self.requests[request_id].num_tokens
             for request_id in scheduler_output.num_scheduled_tokens
@@ -181,6 +181,9 @@ class GuidedScheduler(Scheduler):
             elif request_id in report.kept:
                 # The root's keys and values are final, and those of the main-chain nodes that the walk kept.
                 request.num_computed_tokens = tokens_before + report.kept[request_id]
+        if scheduler_output.total_num_scheduled_tokens:
+            sequences = len(scheduler_output.num_scheduled_tokens)
+            self._unlearnt = scheduler_output.total_num_scheduled_tokens, sequences, report.accepted
         return self._client_view(outputs)
 
     def _client_view(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
