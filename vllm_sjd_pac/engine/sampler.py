@@ -80,6 +80,7 @@ class TreeRejectionSampler:
             self.rule = RejectionRule(mode=mode)
         self.pool = WindowPool(self.rule, len(columns), max_window, device)
         self._settings: tuple[tuple[str, ...], RowSettings] | None = None
+        self._window: tuple[list[int | None], WindowState] | None = None
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -87,6 +88,7 @@ class TreeRejectionSampler:
         """Give a request a window; `position` is its next output position."""
         if state.slot is not None:
             return
+        self._window = None
         if self.rule.name == "race":
             state.key = self.streams.open(seed, is_greedy(state.params))
             if self._exponential is not None:
@@ -98,6 +100,7 @@ class TreeRejectionSampler:
     def leave(self, state: RequestState) -> None:
         """Free what a request holds; O(1)."""
         if state.slot is not None:
+            self._window = None
             self.pool.free(state.slot)
             state.slot = None
         if state.key is not None:
@@ -147,8 +150,10 @@ class TreeRejectionSampler:
     def verify(self, logits: torch.Tensor, batch: TreeBatchInput) -> tuple[Verdict, WindowState]:
         """Walk every tree; returns the verdict over columns and the advanced state."""
         trees = TreeBatch.stack(list(batch.trees), self.device)
-        slots = torch.tensor([state.slot for state in batch.states], device=self.device)
-        window = self.pool.gather(slots)
+        slots = [state.slot for state in batch.states]
+        if self._window is None or self._window[0] != slots:
+            self._window = slots, self.pool.gather(torch.tensor(slots, device=self.device))
+        window = self._window[1]
         verdict = self.rule.verify(trees, self.columns.of_tokens(batch.tokens), self.target_rows(logits, batch), window)
         return verdict, window
 

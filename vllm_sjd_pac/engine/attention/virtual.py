@@ -8,7 +8,9 @@ blocks that hold a copy of that block and the branch's own keys and values. Noth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from vllm_sjd_pac.decoding import DraftTree
@@ -110,9 +112,9 @@ def build_virtual_batch(
     """
     trees: dict[int, RequestTree] = {request.request_index: request for request in step.requests}
     starts, lengths, owners = [0], [], []
-    table: list[tuple[int, int, int]] = []
-    copies: list[tuple[int, int, int]] = []
-    writes: list[tuple[int, int]] = []
+    table: list[np.ndarray] = []
+    copies: list[np.ndarray] = []
+    writes: list[np.ndarray] = []
     scratch = first_scratch_block
     for index, length in enumerate(seq_lens):
         begin, end = query_start_loc[index], query_start_loc[index + 1]
@@ -122,33 +124,23 @@ def build_virtual_batch(
             lengths.append(length)
             owners.append(index)
             continue
-        tree, root = request.tree, request.root_position
-        root_token = begin + request.root_offset
-        starts.append(root_token + tree.main_length + 1)
-        lengths.append(root + tree.main_length + 1)
-        owners.append(index)
-        for branch in branches_of(tree):
-            first_block = (root + branch.depth) // block_size
-            last_block = (root + branch.last_depth) // block_size
-            row = len(lengths)
-            starts.append(root_token + branch.first + branch.count)
-            lengths.append(root + branch.last_depth + 1)
-            owners.append(index)
-            if (root + branch.depth) % block_size:
-                copies.append((index, first_block, scratch))
-            table += [(row, first_block + k, scratch + k) for k in range(last_block - first_block + 1)]
-            for node in (*branch.above, *range(branch.first, branch.first + branch.count)):
-                position = root + tree.depths[node]
-                slot = (scratch + position // block_size - first_block) * block_size + position % block_size
-                writes.append((root_token + node, slot))
-            scratch += last_block - first_block + 1
+        root, root_token = request.root_position, begin + request.root_offset
+        layout = _layout(request.tree, root % block_size, block_size)
+        table.append(np.add(layout.table, [len(lengths), root // block_size, scratch]))
+        copies.append(np.add(layout.copies, [index, root // block_size, scratch]))
+        writes.append(np.add(layout.writes, [root_token, scratch * block_size]))
+        starts += [root_token + node for node in layout.ends]
+        lengths += [root + length for length in layout.lengths]
+        owners += [index] * len(layout.ends)
+        scratch += layout.scratch_blocks
     needed = scratch - first_scratch_block
     if needed > num_scratch_blocks:
         raise RuntimeError(f"sjd_pac: the step's branches need {needed} scratch blocks, {num_scratch_blocks} exist")
 
-    def columns(rows: list[tuple[int, ...]], width: int) -> list[torch.Tensor]:
+    def columns(rows: list[np.ndarray], width: int) -> list[torch.Tensor]:
         # One contiguous tensor per column: vLLM's operators read slot lists without looking at strides.
-        return [column.contiguous() for column in torch.tensor(rows, dtype=torch.long).reshape(-1, width).unbind(1)]
+        stacked = np.concatenate(rows) if rows else np.zeros((0, width), dtype=np.int64)
+        return [torch.from_numpy(np.ascontiguousarray(column)) for column in stacked.T]
 
     return VirtualBatch(
         torch.tensor(starts, dtype=torch.int32),
@@ -157,4 +149,58 @@ def build_virtual_batch(
         *columns(table, 3),  # type: ignore[arg-type]
         *columns(copies, 3),  # type: ignore[arg-type]
         *columns(writes, 2),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What one request with a tree adds to a `VirtualBatch`; it depends on the root only by its place in its block.
+
+    Attributes:
+        ends, lengths: of the request itself and of each branch: first node after its queries, and its sequence length
+            without the root's position.
+        table: int64 [P, 3]: entry less the request's first one, block less the root's, scratch block less the first.
+        copies: int64 [C, 3]: zero, block less the root's, scratch block less the first.
+        writes: int64 [W, 2]: node, slot less the first scratch block's.
+        scratch_blocks: how many are used.
+    """
+
+    ends: tuple[int, ...]
+    lengths: tuple[int, ...]
+    table: np.ndarray
+    copies: np.ndarray
+    writes: np.ndarray
+    scratch_blocks: int
+
+
+@lru_cache(maxsize=4096)
+def _layout(tree: DraftTree, root: int, block_size: int) -> _Layout:
+    """Layout for a root at offset ``root`` of its block (positions below count from that block's start)."""
+    ends, lengths = [tree.main_length + 1], [tree.main_length + 1]
+    table: list[tuple[int, ...]] = []
+    copies: list[tuple[int, ...]] = []
+    writes: list[tuple[int, ...]] = []
+    scratch = 0
+    for branch in branches_of(tree):
+        first_block, last_block = (root + branch.depth) // block_size, (root + branch.last_depth) // block_size
+        if (root + branch.depth) % block_size:
+            copies.append((0, first_block, scratch))
+        table += [(len(ends), first_block + k, scratch + k) for k in range(last_block - first_block + 1)]
+        for node in (*branch.above, *range(branch.first, branch.first + branch.count)):
+            position = root + tree.depths[node]
+            writes.append((node, (scratch + position // block_size - first_block) * block_size + position % block_size))
+        ends.append(branch.first + branch.count)
+        lengths.append(branch.last_depth + 1)
+        scratch += last_block - first_block + 1
+
+    def array(rows: list[tuple[int, ...]], width: int) -> np.ndarray:
+        return np.array(rows, dtype=np.int64).reshape(-1, width)
+
+    return _Layout(
+        tuple(ends),
+        tuple(lengths),
+        array(table, 3),
+        array(copies, 3),
+        array(writes, 2),
+        scratch,
     )
