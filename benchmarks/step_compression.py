@@ -70,7 +70,7 @@ def settings(nodes: int) -> dict[str, Setting]:
         result["race, λ=.25, comb 4.2.2"] = (race(smoothing=0.25), thin)
         result["race, full 3.3"] = (race(), DraftTree.full(nodes, 3, 3))
         result["race, comb 4.2.2t1"] = (race(), DraftTree.comb(nodes, (4, 2, 2), tail=1))
-        result["race, comb 2.1"] = (race(), DraftTree.comb(nodes, (2, 1)))
+        result["race, comb 4.2.2"] = (race(), thin)
         result["race, comb 6.3.2.1.1"] = (race(), DraftTree.comb(nodes, (6, 3, 2, 1, 1)))
     if nodes >= 48:
         result["race, comb 8.4.4.2"] = (race(), DraftTree.comb(nodes, (8, 4, 4, 2)))

@@ -86,6 +86,21 @@ def test_tokens_equal_plain_sampling(tree, options):
         assert result.tokens_per_forward.mean() > 1.2
 
 
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.family)
+def test_one_request_alone_takes_the_steps_that_it_takes_in_a_batch(tree):
+    toy = TOYS[1]
+    noise = table_noise(toy, 40, seed=9)
+    together = simulate(toy.batch, 40, toy.length, RaceRule(noise), tree, vocab_size=toy.vocab)
+    for key in range(40):
+        keys = torch.tensor([key])
+        alone = simulate(toy.batch, 1, toy.length, RaceRule(noise), tree, vocab_size=toy.vocab, keys=keys)
+        steps = alone.accepted.shape[0]
+        assert torch.equal(alone.tokens[0], together.tokens[key])
+        assert torch.equal(alone.accepted[:, 0], together.accepted[:steps, key])
+        assert torch.equal(alone.branched[:, 0], together.branched[:steps, key])
+        assert not together.accepted[steps:, key].any()
+
+
 @pytest.mark.parametrize("toy", TOYS, ids=repr)
 def test_changing_window_and_tree_midway_changes_nothing(toy):
     noise = table_noise(toy, 20_000, seed=4)

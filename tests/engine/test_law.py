@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -87,5 +88,7 @@ def test_a_broken_tree_changes_the_law(
         empty = interface.TreeStep()
         monkeypatch.setattr(runner, "set_tree_step", lambda builders, step: interface.set_tree_step(builders, empty))
     else:
-        monkeypatch.setattr(runner, "branch_positions", lambda root, tree: list(range(root, root + len(tree.depths))))
+        monkeypatch.setattr(
+            runner, "branch_nodes", lambda tree: np.stack([np.arange(tree.main_length + 1, tree.num_nodes)] * 2)
+        )
     assert p_value(draw(100_000), exact_law) < ALPHA

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import tiny_model
@@ -134,7 +135,9 @@ def test_a_broken_tree_is_noticed(
         empty = interface.TreeStep()
         monkeypatch.setattr(runner, "set_tree_step", lambda builders, step: interface.set_tree_step(builders, empty))
     elif broken == "positions":
-        monkeypatch.setattr(runner, "branch_positions", lambda root, tree: list(range(root, root + len(tree.depths))))
+        monkeypatch.setattr(
+            runner, "branch_nodes", lambda tree: np.stack([np.arange(tree.main_length + 1, tree.num_nodes)] * 2)
+        )
     else:
         # vLLM's own accounting: the first accepted drafts count as computed, wherever the walk went.
         monkeypatch.setattr(scheduler.step_report, "read", lambda output: scheduler.step_report.StepReport())

@@ -28,6 +28,8 @@ class Apart:
 
     ``build``, ``arguments`` and everything that `run` passes or returns must be picklable; the built thing need not be.
 
+    To be closed, or used as a context.
+
     Raises:
         Exception: whatever ``build`` raised there.
     """
@@ -40,3 +42,13 @@ class Apart:
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(built, *arguments)``, computed there; one call at a time."""
         return self._pool.submit(_apply, function, arguments).result()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.shutdown()
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +127,14 @@ def picture(given: argparse.Namespace) -> int:
             named.Setting("PAC (rejection, full 3.3)", {**nodes, "tree": "full:3.3"}),
         ]
     engines = len(chosen) + (len(published) + 2 if given.peers else 0)
-    draws = {s.name: apart(drawing, s, given.model, guidance, arguments, engines) for s in [*chosen, *published]}
-    if given.peers:
-        ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-        draws = {"plain vLLM": apart(stock, given.model, arguments, None, engines), **draws}
-        draws["vLLM, n-gram speculation"] = apart(stock, given.model, arguments, ngram, engines)
-    timings = in_turns(draws, given.turns, _tokens(given.model, given.prompts[0]), given.prompts)
+    with ExitStack() as stack:
+        start = partial(apart, stack)
+        draws = {s.name: start(drawing, s, given.model, guidance, arguments, engines) for s in [*chosen, *published]}
+        if given.peers:
+            ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+            draws = {"plain vLLM": start(stock, given.model, arguments, None, engines), **draws}
+            draws["vLLM, n-gram speculation"] = start(stock, given.model, arguments, ngram, engines)
+        timings = in_turns(draws, given.turns, _tokens(given.model, given.prompts[0]), given.prompts)
     rows = [timing.summary(timings[0]) for timing in timings]
     return _publish(given, "peers" if given.peers else "picture", rows, "picture")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ def closed_loop(
         RuntimeError: the engine refused a request; the message is its reason.
     """
     from vllm import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
 
     from vllm_sjd_pac.engine.requests import image_sampling_params
 
@@ -64,6 +66,7 @@ def closed_loop(
         while sent < pictures and sent - len(latencies) < concurrency:
             prompt = encoded[sent % len(encoded)]
             params = image_sampling_params(family, prompt, seed=seed + sent, guidance_scale=guidance)
+            params.output_kind = RequestOutputKind.FINAL_ONLY
             name = f"{mark}-{sent}"
             engine.add_request(name, TokensPrompt(prompt_token_ids=prompt.prompt_token_ids), params)
             born[name] = time.perf_counter()
@@ -101,36 +104,48 @@ def compare(
         turns: how often the settings take turns; rounds: pictures of a turn, per picture in flight.
     """
     most = 2 * max(concurrencies)
-    engines = {
-        setting.name: Apart(Setting.start, setting, model, most, engine_args, len(settings)) for setting in settings
-    }
+    with ExitStack() as stack:
+        engines = {
+            setting.name: stack.enter_context(Apart(Setting.start, setting, model, most, engine_args, len(settings)))
+            for setting in settings
+        }
+        return [
+            row
+            for concurrency in concurrencies
+            for row in _at_load(engines, concurrency, turns, rounds, guidance, prompts)
+        ]
+
+
+def _at_load(
+    engines: dict[str, Apart], concurrency: int, turns: int, rounds: int, guidance: float, prompts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The rows of one concurrency."""
     rows = []
-    for concurrency in concurrencies:
-        results: dict[str, list[Round]] = {name: [] for name in engines}
-        for turn in range(-1, turns):
-            for name in rotated(list(engines), turn):
-                count = concurrency * rounds if turn >= 0 else max(2 * concurrency, _WARM_UP)
-                result = engines[name].run(closed_loop, concurrency, count, guidance, 1000 * turn, prompts)
-                if turn >= 0:
-                    results[name].append(result)
-        base = results[settings[0].name]
-        for name, finished in results.items():
-            ratios = sorted(r.per_minute / b.per_minute for r, b in zip(finished, base, strict=True))
-            latencies = sorted(latency for r in finished for latency in r.latencies)
-            drafts = [r.drafts for r in finished if r.drafts is not None]
-            rows.append(
-                {
-                    "concurrency": concurrency,
-                    "setting": name,
-                    "pictures_per_minute": round(statistics.median(r.per_minute for r in finished), 2),
-                    "against_first": round(statistics.median(ratios), 3),
-                    "against_first_range": [round(ratios[0], 3), round(ratios[-1], 3)],
-                    "latency_p50": round(latencies[len(latencies) // 2], 3),
-                    "latency_p95": round(latencies[min(len(latencies) - 1, int(0.95 * len(latencies)))], 3),
-                    "drafted_nodes": round(statistics.mean(drafts), 1) if drafts else None,
-                    "pictures_per_forward_of_a_request": round(
-                        sum(r.pictures for r in finished) / max(1, sum(r.forwards for r in finished)), 4
-                    ),
-                }
-            )
+    results: dict[str, list[Round]] = {name: [] for name in engines}
+    for turn in range(-1, turns):
+        for name in rotated(list(engines), turn):
+            count = concurrency * rounds if turn >= 0 else max(2 * concurrency, _WARM_UP)
+            result = engines[name].run(closed_loop, concurrency, count, guidance, 1000 * turn, prompts)
+            if turn >= 0:
+                results[name].append(result)
+    base = next(iter(results.values()))
+    for name, finished in results.items():
+        ratios = sorted(r.per_minute / b.per_minute for r, b in zip(finished, base, strict=True))
+        latencies = sorted(latency for r in finished for latency in r.latencies)
+        drafts = [r.drafts for r in finished if r.drafts is not None]
+        rows.append(
+            {
+                "concurrency": concurrency,
+                "setting": name,
+                "pictures_per_minute": round(statistics.median(r.per_minute for r in finished), 2),
+                "against_first": round(statistics.median(ratios), 3),
+                "against_first_range": [round(ratios[0], 3), round(ratios[-1], 3)],
+                "latency_p50": round(latencies[len(latencies) // 2], 3),
+                "latency_p95": round(latencies[min(len(latencies) - 1, int(0.95 * len(latencies)))], 3),
+                "drafted_nodes": round(statistics.mean(drafts), 1) if drafts else None,
+                "pictures_per_forward_of_a_request": round(
+                    sum(r.pictures for r in finished) / max(1, sum(r.forwards for r in finished)), 4
+                ),
+            }
+        )
     return rows

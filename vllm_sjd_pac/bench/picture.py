@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,9 +82,9 @@ def stock(
     return draw
 
 
-def apart(build: Callable[..., Draw], *arguments: Any) -> Draw:
-    """What `drawing` or `stock` return, with the engine in a process of its own."""
-    return partial(Apart(build, *arguments).run, _draw)
+def apart(stack: ExitStack, build: Callable[..., Draw], *arguments: Any) -> Draw:
+    """What `drawing` or `stock` return, with the engine in a process of its own until `stack` closes."""
+    return partial(stack.enter_context(Apart(build, *arguments)).run, _draw)
 
 
 def _draw(draw: Draw, prompt: str, seed: int) -> int | None:

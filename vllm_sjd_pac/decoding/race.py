@@ -75,7 +75,18 @@ class RaceRule(AcceptanceRule):
         grid = state.ring_grid(depth + 1)
         race = state.noise_rows(self.noise, grid.flatten(), None, steps).view(batch, depth + 1, vocab)
         winners = first_argmax(race.add_(rows[:, : depth + 1]))
+        walk = self._walk_one if state.single is not None else self._walk
+        committed, path, kept, node, counts = walk(trees, tokens, rows, winners, grid, state)
+        state.commit(counts)
+        return Verdict(committed, counts, kept, path, rows, freshest_line(trees, node), tokens)
 
+    def _walk(
+        self, trees: TreeBatch, tokens: Tensor, rows: Tensor, winners: Tensor, grid: Tensor, state: WindowState
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Follow the winners long [B, M+1] through the trees: ``tokens``, ``path`` and ``kept`` of the `Verdict`, the
+        node long [B] where each walk ended, and ``counts``; ``grid`` long [B, M+1] as `ring_grid`."""
+        batch, depth = trees.batch_size, trees.max_main
+        steps = _count(depth + 1, tokens.device)
         # Along the main chain: how many drafts won their race?
         won = (tokens[:, 1 : depth + 1] == winners[:, :-1]) & trees.on_main
         kept = won.cumprod(1).sum(1)
@@ -101,8 +112,35 @@ class RaceRule(AcceptanceRule):
             committed[each, at] = token
             path[each, at - 1] = torch.where(found, node, path[each, at - 1])
         counts = trees.depths.gather(1, node.unsqueeze(1)).squeeze(1) + 1
-        state.commit(counts)
-        return Verdict(committed, counts, kept, path, rows, freshest_line(trees, node), tokens)
+        return committed, path, kept, node, counts
+
+    def _walk_one(
+        self, trees: TreeBatch, tokens: Tensor, rows: Tensor, winners: Tensor, grid: Tensor, state: WindowState
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`_walk` for one request, in plain integers: some forty tiny tensor operations would take longer."""
+        drafted, committed = tokens[0].tolist(), winners[0].tolist()
+        depth, kept = trees.max_main, 0
+        while kept < depth and drafted[kept + 1] == committed[kept]:
+            kept += 1
+        del committed[kept + 1 :]
+        path, node = list(range(1, kept + 1)), kept
+        for _ in range(trees.branch_height):
+            child = next((c for c in trees.children_of_one[node] if drafted[c] == committed[-1]), None)
+            if child is None:
+                break
+            node, at = child, len(committed)
+            noise = state.noise_rows(self.noise, grid[0, at : at + 1], _count(1, rows.device), torch.tensor([at]))
+            committed.append(int(first_argmax(noise.add_(rows[0, node : node + 1]))))
+            path.append(node)
+        count = len(committed)
+        padding = [-1] * (depth + 1 - count)
+        return (
+            torch.tensor([committed + padding]),
+            torch.tensor([path + padding], dtype=torch.long),
+            torch.tensor([kept]),
+            torch.tensor([node]),
+            torch.tensor([count]),
+        )
 
     # -- draft ----------------------------------------------------------------------------------------------
 
@@ -131,7 +169,7 @@ class RaceRule(AcceptanceRule):
             drafts[plan.continued : plan.known] = held[plan.ring[plan.continued : plan.known], 0]
         if self.memory:
             memory = self._remember(plan, state, verdict, drafts)
-            drafts = self._match(trees, plan, root, memory, drafts)
+            drafts = self._match(trees, plan, state, root, memory, drafts)
             history = memory[:, 0]
         else:
             history = drafts.unsqueeze(1)
@@ -161,7 +199,10 @@ class RaceRule(AcceptanceRule):
         stored = state.flat("memory")
         memory = stored.index_select(0, plan.ring)
         # The row after the old window's end is the first thing known of its position.
-        memory.masked_fill_(state.is_new(plan.rows, plan.offsets).view(-1, 1, 1), _NONE)
+        if state.single is not None:
+            memory[max(0, state.single[2] - state.single[1]) :] = _NONE
+        else:
+            memory.masked_fill_(state.is_new(plan.rows, plan.offsets).view(-1, 1, 1), _NONE)
         if verdict is not None and plan.continued:
             past = memory[: plan.continued]
             context = verdict.nodes.flatten().index_select(0, plan.source)
@@ -179,16 +220,24 @@ class RaceRule(AcceptanceRule):
         stored.index_copy_(0, plan.ring, memory)
         return memory
 
-    def _match(self, trees: TreeBatch, plan: WindowPlan, root: Tensor, memory: Tensor, drafts: Tensor) -> Tensor:
+    def _match(
+        self, trees: TreeBatch, plan: WindowPlan, state: WindowState, root: Tensor, memory: Tensor, drafts: Tensor
+    ) -> Tensor:
         """Main drafts long [T], from ``drafts`` long [T] of the newest rows and ``memory`` long [T, 2, 1+H].
 
         Where the token before a position is not the one that its newest row saw: the draft of the newest row that did
         see it, if one is remembered. For one request ``drafts`` itself is changed and returned.
         """
         width = min(_MATCHED, trees.max_main)
-        place = None if trees.batch_size == 1 else window_rows(trees, plan, width)
-        near = memory[:width].unsqueeze(0) if place is None else memory[place]
-        guesses, before = near.unbind(2)
+        if state.single is not None:
+            token, followed = int(root), []
+            for row_drafts, contexts in memory[:width].tolist():
+                token = row_drafts[contexts.index(token) if token in contexts else 0]
+                followed.append(token)
+            drafts[:width] = torch.tensor(followed)
+            return drafts
+        place = window_rows(trees, plan, width)
+        guesses, before = memory[place].unbind(2)
         # step[k][j]: which row to follow at offset k after row j was followed at offset k-1; 0, the newest, if none
         # saw that token. All chains of such steps at once, by doubling: the token before a position is itself chosen.
         first = (before[:, :1] == root.view(-1, 1, 1)).view(torch.uint8).argmax(-1, keepdim=True)
@@ -199,9 +248,6 @@ class RaceRule(AcceptanceRule):
             step = torch.cat([step[:, :reach], step[:, reach:].gather(2, step[:, :-reach])], 1)
             reach *= 2
         chosen = guesses.gather(2, step[:, :, :1]).squeeze(2)
-        if place is None:
-            drafts[:width] = chosen[0]
-            return drafts
         # Offsets outside a window write to a place beyond the end: a mask as index would wait for the GPU.
         inside = torch.arange(width, device=root.device) < trees.main_length.unsqueeze(1)
         end = drafts.shape[0]

@@ -168,8 +168,6 @@ class WindowState:
 
     def is_new(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Bool [n]: whether the window has no draft yet at ``offsets`` long [n] of batch ``rows`` long [n]."""
-        if self.single is not None:
-            return offsets >= self.single[2] - self.single[1]
         return offsets >= self.length[rows]
 
     def commit(self, counts: Tensor) -> None:

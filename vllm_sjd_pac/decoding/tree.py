@@ -263,6 +263,15 @@ class TreeBatch:
     def batch_size(self) -> int:
         return self.parents.shape[0]
 
+    @cached_property
+    def children_of_one(self) -> list[list[int]]:
+        """Children of every node, in order, of a batch that is a single tree."""
+        children: list[list[int]] = [[] for _ in range(self.nodes)]
+        for node, parent in enumerate(self.parents[0].tolist()):
+            if parent >= 0:
+                children[parent].append(node)
+        return children
+
     @property
     def nodes(self) -> int:
         """N, the padded number of nodes."""
@@ -270,14 +279,15 @@ class TreeBatch:
 
 
 def default_tree(nodes: int = 64, rule: str = "race") -> DraftTree:
-    """A tree of this many nodes that measured well (docs/decoding.md): a thin comb for `race`, the paper's tree for
-    `rejection`. A long main chain matters more than many siblings: drafts need several passes to settle."""
+    """A tree of this many nodes that measured well (docs/benchmarks.md): a thin comb for `race`, the paper's tree for
+    `rejection`. A long main chain matters more than many siblings, since drafts need several passes to settle; and on
+    stock attention kernels every branch costs the time of a further request."""
     _check_int("nodes", nodes, 1)
     if rule not in ("race", "rejection"):
         raise ValueError(f"rule: expected one of race, rejection, got {rule!r}")
     if rule == "rejection" and nodes >= 32:
         return DraftTree.full(nodes, width=3, depth=3)
-    for least, siblings in ((32, (4, 2, 2)), (16, (2, 1)), (8, (1,))):
+    for least, siblings in ((16, (2, 1)), (8, (1,))):
         if nodes >= least:
             return DraftTree.comb(nodes, siblings)
     return DraftTree.chain(nodes)

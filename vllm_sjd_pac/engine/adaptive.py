@@ -24,7 +24,7 @@ import numpy as np
 
 _DECIDE_EVERY = 8
 _TRIAL = 5
-"""Steps that a window is tried for: enough for its cost."""
+"""Steps for which the shortest window is tried: enough for its cost."""
 _LULL = 16
 """Steps that a lower load must last: a longer window takes steps to fill, so it does not pay in a lull."""
 _ADVANTAGE = 0.05
@@ -36,7 +36,8 @@ _GAMMA, _GAMMA_SPREAD = 0.4, 0.1
 _OWN_SPREAD, _NEIGHBOURS = 0.3, 0.8
 """Standard deviation of log E of a window around that law, and its correlation with the next window's."""
 _SCATTER = 1.5
-"""Relative variance of the tokens of one request's step, raised for steps of one picture that are alike."""
+"""Relative variance of one request's gain in a step, as a factor of the geometric law's; steps of one picture are
+alike, which raises it."""
 _COST_SPREAD, _COST_NOISE = 0.2, 0.15
 """Standard deviation of log seconds around the fit for shapes of steps that were never seen; and of single steps."""
 _APART = np.log([3.0, 6.0])
@@ -46,8 +47,7 @@ _CELLS = 32
 _FULL = 4.0
 """Steps of one shape after which more of them say nothing new about others."""
 _OPTIMISM, _COST_OPTIMISM = 1.0, 0.5
-"""Standard deviations of log E and of log seconds by which a window is judged better than its mean; more for the cost,
-which a few steps tell."""
+"""Standard deviations of log E and of log seconds by which a window is judged better than its mean."""
 _DARE_EVERY, _DARING = 400, 2.5
 """Now and then the benefit of the doubt about E is larger, so that a wrong belief does not last for ever."""
 _MOST_CELLS = 400
@@ -167,10 +167,6 @@ class WindowController:
     def _fitted(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return np.maximum(self._cost[0] + self._cost[1] * tokens + self._cost[2] * sequences, 1e-9)
 
-    def expected_tokens(self, drafts: int) -> float:
-        """E(n): tokens that a request commits in a step with a window of `drafts` nodes, one of `ladder`."""
-        return float(np.exp(self._log_gain[self.ladder.index(drafts)]))
-
     # ---- choosing -------------------------------------------------------------------------------------------------
 
     def choose(self, sequences: int) -> int:
@@ -225,7 +221,7 @@ class WindowController:
         shapes = np.array(keys, dtype=float)
         seen = np.log(shapes)
         # The cells that say most: near the present number of sequences, and in most steps.
-        weight = np.array([self._times[key].weight_at(self._steps) for key in keys])
+        weight = np.maximum([self._times[key].weight_at(self._steps) for key in keys], 1e-3)
         order = np.argsort(np.abs(seen[:, 0] - here[0, 0]) - 0.1 * np.log(weight))[:_CELLS]
         seen, weight, shapes = seen[order], weight[order], shapes[order]
         errors = np.log([max(self._times[keys[i]].value, 1e-9) for i in order]) - np.log(

@@ -34,6 +34,7 @@ class SeedStreams:
         self._drawn: list[int] = []
         self._free: list[int] = []
         self.greedy = torch.zeros(0, dtype=torch.bool)
+        self.num_greedy = 0
 
     def open(self, seed: int, greedy: bool) -> int:
         """Start a stream; returns its key."""
@@ -49,16 +50,23 @@ class SeedStreams:
         self._drawn[key] = 0
         self._generators[key] = torch.Generator().manual_seed(seed)
         self.greedy[key] = greedy
+        self.num_greedy += greedy
         return key
 
     def close(self, key: int) -> None:
         del self._generators[key]
+        self.num_greedy -= int(self.greedy[key])
+        self.greedy[key] = False
         self._free.append(key)
 
     def integers(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draws as LongTensor of the common shape of `keys` and `positions` (long)."""
         if positions.numel():
             furthest = int(positions.max()) + 1
+            if keys.numel() == 1:
+                key = int(keys)
+                self._draw(key, furthest)
+                return self._table[key][positions]
             for key in set(keys.flatten().tolist()):
                 self._draw(key, furthest)
         return self._table[keys, positions]
@@ -129,8 +137,9 @@ class CPUStockNoise:
     def gumbel(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """float32 [B, W, C] for keys long [B] and positions long [B, W]; zeros for greedy requests."""
         noise = _gumbel(self.streams.integers(keys.unsqueeze(-1), positions), self._steps).to(torch.float32)
-        greedy = self.streams.greedy[keys]
-        return noise.masked_fill_(greedy.view(-1, 1, 1), 0.0) if bool(greedy.any()) else noise
+        if not self.streams.num_greedy:
+            return noise
+        return noise.masked_fill_(self.streams.greedy[keys].view(-1, 1, 1), 0.0)
 
     def self_check(self) -> None:
         """Compare with the stock sampler's operator.

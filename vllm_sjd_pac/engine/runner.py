@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,11 @@ from vllm_sjd_pac.models.family import find_family
 _MISSING = -1
 
 
-def branch_positions(root_position: int, tree: DraftTree) -> list[int]:
-    """Position of every node for the network: the root's plus the depth in the tree."""
-    return [root_position + depth for depth in tree.depths]
+@lru_cache(maxsize=1024)
+def branch_nodes(tree: DraftTree) -> np.ndarray:
+    """int64 [2, K]: index and depth of each branch node; not to be written to."""
+    nodes = np.arange(tree.main_length + 1, tree.num_nodes)
+    return np.stack([nodes, np.array(tree.depths)[nodes]])
 
 
 @dataclasses.dataclass
@@ -72,6 +75,7 @@ class JacobiRunnerMixin:
         self.sjd_scratch_blocks = 0  # set by the worker when the cache is allocated
         self.sjd_requests: dict[str, RequestState] = {}
         self.sjd_step = _Step()
+        self.sjd_builders: list[Any] | None = None
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -108,8 +112,7 @@ class JacobiRunnerMixin:
         """Note the step's trees: positions by depth, and what attention must mask."""
         step = self.sjd_step = _Step()
         requests: list[RequestTree] = []
-        tokens: list[int] = []
-        positions: list[int] = []
+        branches: list[np.ndarray] = []
         for request_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
             state = self.sjd_requests[request_id]
             if drafts[0] == _MISSING:
@@ -124,12 +127,14 @@ class JacobiRunnerMixin:
             root_position = int(self.input_batch.num_computed_tokens_cpu[index]) + root_offset
             requests.append(RequestTree(index, root_offset, root_position, tree))
             first = int(self.query_start_loc.np[index]) + root_offset
-            tokens += range(first + tree.main_length + 1, first + tree.num_nodes)
-            positions += branch_positions(root_position, tree)[tree.main_length + 1 :]
-        if tokens:
-            index_tensor = torch.tensor(tokens, device=self.device)
-            self.positions[index_tensor] = torch.tensor(positions, dtype=self.positions.dtype, device=self.device)
-        set_tree_step(self._tree_builders(), TreeStep(tuple(sorted(requests, key=lambda r: r.request_index))))
+            # vLLM has numbered the nodes one by one; the network's position of a node is the root's plus its depth.
+            branches.append(np.add(branch_nodes(tree), [[first], [root_position]]))
+        if branches:
+            tokens, positions = torch.from_numpy(np.concatenate(branches, 1)).to(self.device)
+            self.positions.index_copy_(0, tokens, positions.to(self.positions.dtype))
+        if self.sjd_builders is None:
+            self.sjd_builders = self._tree_builders()
+        set_tree_step(self.sjd_builders, TreeStep(tuple(sorted(requests, key=lambda r: r.request_index))))
 
     def _tree_builders(self: Any) -> list[Any]:
         return [group.get_metadata_builder(0) for group in self._attn_group_iterator()]
