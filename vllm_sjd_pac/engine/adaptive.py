@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 
 _DECIDE_EVERY = 8
-_TRIAL = 5
+_TRIAL = 8
 """Steps for which the shortest window is tried: enough for its cost."""
 _LULL = 16
 """Steps that a lower load must last: a longer window takes steps to fill, so it does not pay in a lull."""
-_ADVANTAGE = 0.05
+_ADVANTAGE = 0.03
 """A change of window must promise this much (of log tokens per second), so that noise does not make it flutter."""
 _HALF_LIFE = 3000
 """Steps after which what was learnt counts half: models and prompts change, and so may the machine."""
@@ -115,9 +115,11 @@ class WindowController:
         self._steps += 1
         self._since_change += 1
         cell = self._times.setdefault((_rounded(sequences), _rounded(tokens)), _Average())
-        if cell.weight >= 3:
-            # A hiccup, or kernels compiled for a new shape, are no property of the step; a slower machine is soon seen.
+        # A hiccup, or kernels compiled for a new shape, are no property of the step; a slower machine is soon seen.
+        if cell.weight >= _FULL:
             seconds = min(seconds, 1.25 * cell.value)
+        elif cell.weight:
+            seconds = cell.value = min(seconds, cell.value)
         cell.add(seconds, 1.0, self._steps, most=20.0)
         if len(self._times) > _MOST_CELLS:
             del self._times[min(self._times, key=lambda key: self._times[key].weight_at(self._steps))]
