@@ -58,7 +58,7 @@ def test_throughput_is_close_to_the_best_window(sequences: int, cost: tuple[floa
     seconds = sum(expected_tokens(d) / rate(d) for d in chosen)
     achieved = sum(expected_tokens(d) for d in chosen) / seconds
     assert achieved >= 0.9 * best
-    assert achieved >= 0.97 * rate(0)
+    assert achieved >= 0.95 * rate(0)
 
 
 @pytest.mark.parametrize("sequences", [2, 16])
