@@ -32,6 +32,9 @@ def add_parser(commands: Any) -> None:
     kind.add_argument("--turns", type=_positive, default=7)
     kind.add_argument("--windows", type=_positive, nargs="*", default=[], help="further fixed windows (drafted nodes)")
     kind.add_argument(
+        "--trees", nargs="*", default=[], help="further draft trees, as --sjd-pac-tree, of the full window"
+    )
+    kind.add_argument(
         "--peers", action="store_true", help="without guidance, against plain vLLM, its n-gram speculation, SJD and PAC"
     )
 
@@ -119,6 +122,7 @@ def picture(given: argparse.Namespace) -> int:
         raise ValueError(f"--guidance {given.guidance:g} with --peers: plain vLLM has no guidance; leave it out, or 1")
     arguments, guidance = _engine_args(given), 1.0 if given.peers else _guidance(given)
     chosen = [named.OFF, *(named.window(drafts) for drafts in dict.fromkeys([given.drafts, *given.windows]))]
+    chosen += [named.shaped(tree, given.drafts) for tree in dict.fromkeys(given.trees)]
     published: list[named.Setting] = []
     if given.peers:
         nodes = {"num_speculative_tokens": given.drafts, "acceptance": "rejection"}

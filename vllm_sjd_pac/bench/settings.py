@@ -58,6 +58,11 @@ def window(drafts: int) -> Setting:
     return Setting(f"fixed {drafts}", {"num_speculative_tokens": drafts})
 
 
+def shaped(tree: str, drafts: int) -> Setting:
+    """A draft tree of `drafts` drafted nodes, given as its option's text."""
+    return Setting(f"{tree} {drafts}", {"num_speculative_tokens": drafts, "tree": tree})
+
+
 def adaptive(drafts: int) -> Setting:
     """The adaptive window, at most `drafts` drafted nodes."""
     return Setting("adaptive", {"num_speculative_tokens": drafts, "adaptive_window": True})
