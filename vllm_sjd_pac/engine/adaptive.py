@@ -236,7 +236,7 @@ class WindowController:
         own = alike(seen, seen) + np.diag(_COST_NOISE**2 / weight + 1e-4)
         between = alike(here, seen)
         solved = np.linalg.solve(own, between.T)
-        return fitted + errors @ solved, _COST_SPREAD**2 - (between.T * solved).sum(0)
+        return fitted + errors @ solved, np.maximum(_COST_SPREAD**2 - (between.T * solved).sum(0), 0.0)
 
 
 def _rounded(tokens: int) -> int:
