@@ -115,6 +115,23 @@ def test_a_burst_is_met_at_once() -> None:
     assert max(burst) <= 7
 
 
+def test_kernels_compiled_for_a_new_shape_are_no_property_of_it() -> None:
+    """The first two steps of a shape take three times as long; the shortest window, the best, is first met in them."""
+    rng = random.Random(1)
+    controller = WindowController(63)
+    gains = {drafts: (drafts + 1) ** 0.42 for drafts in controller.ladder}
+    seen: dict[int, int] = {}
+    chosen = []
+    for _ in range(400):
+        drafts = controller.choose(16)
+        chosen.append(drafts)
+        seen[drafts] = seen.get(drafts, 0) + 1
+        seconds = (0.006 + 1e-4 * 16 * (drafts + 1)) * rng.uniform(0.95, 1.1) * (3 if seen[drafts] <= 2 else 1)
+        accepted = draw_accepted(rng, 8, drafts, 1 - 1 / gains[drafts])
+        controller.observe(16 * (drafts + 1), 16, seconds, accepted)
+    assert chosen[100:].count(3) > 0.7 * len(chosen[100:])
+
+
 def test_a_lull_changes_nothing() -> None:
     controller = WindowController(63)
     cost = (0.003, 3e-5, 1e-4)
