@@ -27,7 +27,6 @@ class Apart:
     """What ``build(*arguments)`` returns, in a new process.
 
     ``build``, ``arguments`` and everything that `run` passes or returns must be picklable; the built thing need not be.
-
     To be closed, or used as a context.
 
     Raises:
@@ -37,7 +36,11 @@ class Apart:
     def __init__(self, build: Callable[..., Any], *arguments: Any) -> None:
         # Spawned: a fork would copy threads' locks without the threads that hold them.
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        self._pool.submit(_build, build, arguments).result()
+        try:
+            self._pool.submit(_build, build, arguments).result()
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(built, *arguments)``, computed there; one call at a time."""

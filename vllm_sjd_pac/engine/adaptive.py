@@ -167,6 +167,7 @@ class WindowController:
         self._cost = self.cost
 
     def _fitted(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Seconds [n] of steps with these sequences and tokens [n], by the fit alone."""
         return np.maximum(self._cost[0] + self._cost[1] * tokens + self._cost[2] * sequences, 1e-9)
 
     # ---- choosing -------------------------------------------------------------------------------------------------
@@ -208,13 +209,14 @@ class WindowController:
             self.drafts = self.ladder[best]
 
     def _scores(self, sequences: int, optimism: float) -> np.ndarray:
-        """Of each window of the ladder: log tokens per second and sequence, optimistic."""
+        """Log tokens per second and sequence of each window of the ladder, raised by `optimism` deviations of log E."""
         tokens = sequences * np.array([self._sizes[drafts].value for drafts in self.ladder])
         seconds, doubt = self._seconds(np.full(len(tokens), float(sequences)), tokens)
         return self._log_gain - seconds + optimism * np.sqrt(self._gain_variance) + _COST_OPTIMISM * np.sqrt(doubt)
 
     def _seconds(self, sequences: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and variance of the log seconds of steps of these shapes: a Gaussian process around the fit."""
+        """Mean [n] and variance [n] of the log seconds of steps with these sequences and tokens [n]: a Gaussian process
+        around the fit."""
         here = np.log(np.stack([sequences, tokens], 1))
         fitted = np.log(self._fitted(sequences, tokens))
         if not self._times:

@@ -75,7 +75,7 @@ class JacobiRunnerMixin:
         self.sjd_scratch_blocks = 0  # set by the worker when the cache is allocated
         self.sjd_requests: dict[str, RequestState] = {}
         self.sjd_step = _Step()
-        self.sjd_builders: list[Any] | None = None
+        self.sjd_builders: list[Any] = []  # set by the worker, too
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -132,11 +132,10 @@ class JacobiRunnerMixin:
         if branches:
             tokens, positions = torch.from_numpy(np.concatenate(branches, 1)).to(self.device)
             self.positions.index_copy_(0, tokens, positions.to(self.positions.dtype))
-        if self.sjd_builders is None:
-            self.sjd_builders = self._tree_builders()
         set_tree_step(self.sjd_builders, TreeStep(tuple(sorted(requests, key=lambda r: r.request_index))))
 
-    def _tree_builders(self: Any) -> list[Any]:
+    def tree_builders(self: Any) -> list[Any]:
+        """The attention metadata builder of every group of layers."""
         return [group.get_metadata_builder(0) for group in self._attn_group_iterator()]
 
     # ---- sampling -------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class SpecDecodeWorkerMixin:
         self.model_runner.sjd_scratch_blocks = scratch
         super().initialize_from_config(compat.grow_kv_cache(kv_cache_config, scratch))  # type: ignore[misc]
         self.cache_config.num_gpu_blocks = blocks
-        for builder in self.model_runner._tree_builders():
+        self.model_runner.sjd_builders = self.model_runner.tree_builders()
+        for builder in self.model_runner.sjd_builders:
             if hasattr(builder, "first_scratch_block"):
                 builder.first_scratch_block, builder.num_scratch_blocks = blocks, scratch
 
