@@ -30,7 +30,8 @@ class Verdict:
     entries are final); ``path``: long [B, M], the nodes walked, -1 beyond.
     For ``draft``: ``rows`` [B, N, V] (logits, or laws under `rejection`), and ``line`` long [B, M+1]: the node
     whose row is the freshest law of the token at depth m+1: on the accepted branch where the tree has such a
-    node, else on the main chain; -1 where there is none; ``nodes`` long [B, N]: the tokens that were verified.
+    node, else on the main chain; -1 where there is none; ``nodes`` long [B, N]: the tokens that were verified;
+    ``winners`` long [B, M+1]: under `race`, the token that won after each node of ``line``, None = not known.
     """
 
     tokens: Tensor
@@ -40,15 +41,19 @@ class Verdict:
     rows: Tensor
     line: Tensor
     nodes: Tensor
+    winners: Tensor | None = None
 
     @property
     def last(self) -> Tensor:
         """The last committed token of each request, long [B]: the next root."""
+        if self.tokens.shape[0] == 1 and self.tokens.device.type == "cpu":
+            return self.tokens[:, int(self.counts) - 1]
         return self.tokens.gather(1, self.counts.unsqueeze(1) - 1).squeeze(1)
 
     def select(self, index: Tensor) -> Verdict:
         """The verdict of the requests ``index`` long [n] only (when others have finished)."""
-        return Verdict(*(getattr(self, item.name)[index] for item in fields(self)))
+        values = (getattr(self, item.name) for item in fields(self))
+        return Verdict(*(None if value is None else value[index] for value in values))
 
 
 class AcceptanceRule(ABC):

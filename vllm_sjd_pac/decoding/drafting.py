@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,6 +43,12 @@ class WindowPlan:
         return self.ring.shape[0]
 
 
+@lru_cache(maxsize=256)
+def counting(number: int, device: torch.device) -> Tensor:
+    """Long [number], 0, 1, …; not to be written to."""
+    return torch.arange(number, device=device)
+
+
 def plan_window(trees: TreeBatch, state: WindowState, verdict: Verdict | None) -> WindowPlan:
     """Sort the positions of the next window (``state`` has advanced past the committed tokens already)."""
     check_window(trees, state)
@@ -73,7 +80,7 @@ def _plan_single(trees: TreeBatch, numbers: list[int], ring: Tensor, verdict: Ve
     """`plan_window` for one request, whose groups are slices."""
     _, position, draft_end, estimate_end, _ = numbers
     inside, continued = trees.max_main, 0
-    offsets = torch.arange(inside)
+    offsets = counting(inside, ring.device)
     source = offsets[:0]
     if verdict is not None:
         count = int(verdict.counts)

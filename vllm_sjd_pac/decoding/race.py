@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from vllm_sjd_pac.decoding.acceptance import AcceptanceRule, Legal, Verdict, che
 from vllm_sjd_pac.decoding.drafting import (
     Proposal,
     WindowPlan,
+    counting,
     entering_weights,
     node_tokens,
     plan_window,
@@ -71,14 +73,15 @@ class RaceRule(AcceptanceRule):
         check_rows(trees, tokens, rows, state, values=False)
         batch, depth, vocab = trees.batch_size, trees.max_main, rows.shape[2]
         state.prepare_noise(self.noise, trees)
-        steps = _count(depth + 1, tokens.device)
+        steps = counting(depth + 1, tokens.device)
         grid = state.ring_grid(depth + 1)
         race = state.noise_rows(self.noise, grid.flatten(), None, steps).view(batch, depth + 1, vocab)
         winners = first_argmax(race.add_(rows[:, : depth + 1]))
         walk = self._walk_one if state.single is not None else self._walk
         committed, path, kept, node, counts = walk(trees, tokens, rows, winners, grid, state)
         state.commit(counts)
-        return Verdict(committed, counts, kept, path, rows, freshest_line(trees, node), tokens)
+        line = freshest_line(trees, node)
+        return Verdict(committed, counts, kept, path, rows, line, tokens, winners if line is trees.main_line else None)
 
     def _walk(
         self, trees: TreeBatch, tokens: Tensor, rows: Tensor, winners: Tensor, grid: Tensor, state: WindowState
@@ -86,7 +89,7 @@ class RaceRule(AcceptanceRule):
         """Follow the winners long [B, M+1] through the trees: ``tokens``, ``path`` and ``kept`` of the `Verdict`, the
         node long [B] where each walk ended, and ``counts``; ``grid`` long [B, M+1] as `ring_grid`."""
         batch, depth = trees.batch_size, trees.max_main
-        steps = _count(depth + 1, tokens.device)
+        steps = counting(depth + 1, tokens.device)
         # Along the main chain: how many drafts won their race?
         won = (tokens[:, 1 : depth + 1] == winners[:, :-1]) & trees.on_main
         kept = won.cumprod(1).sum(1)
@@ -129,7 +132,7 @@ class RaceRule(AcceptanceRule):
             if child is None:
                 break
             node, at = child, len(committed)
-            noise = state.noise_rows(self.noise, grid[0, at : at + 1], _count(1, rows.device), torch.tensor([at]))
+            noise = state.noise_rows(self.noise, grid[0, at : at + 1], counting(1, rows.device), torch.tensor([at]))
             committed.append(int(first_argmax(noise.add_(rows[0, node : node + 1]))))
             path.append(node)
         count = len(committed)
@@ -152,37 +155,30 @@ class RaceRule(AcceptanceRule):
         plan = plan_window(trees, state, verdict)
         if not plan.total:
             return node_tokens(trees, root, plan, plan.offsets, None)
-        scores = state.noise_rows(self.noise, plan.ring, plan.rows, plan.offsets)
-        if verdict is not None and plan.continued:
-            scores[: plan.continued] += self._estimate(plan, state, verdict)
-        if plan.known > plan.continued and self.keeps_estimates:
-            held = plan.ring[plan.continued : plan.known]
-            scores[plan.continued : plan.known] += state.flat("estimates").index_select(0, held)
-        if plan.total > plan.known and (legal or self.proposal or self.keeps_estimates):
-            weights = entering_weights(plan, state, legal, self.proposal)
-            scores[plan.known :] += weights.log_()
-            if self.keeps_estimates:
-                state.flat("estimates").index_copy_(0, plan.ring[plan.known :], weights)
-        drafts = first_argmax(scores)
+        race = _Race(self, plan, state, verdict, legal)
+        drafts = race.winners()
         if plan.known > plan.continued and not self.keeps_estimates:
             held = state.flat("memory")[:, 0] if self.memory else state.flat("drafts")
             drafts[plan.continued : plan.known] = held[plan.ring[plan.continued : plan.known], 0]
-        if self.memory:
-            memory = self._remember(plan, state, verdict, drafts)
-            drafts = self._match(trees, plan, state, root, memory, drafts)
-            history = memory[:, 0]
+        if not self.memory:
+            state.flat("drafts").index_copy_(0, plan.ring, drafts.unsqueeze(1))
+            siblings = self._siblings(trees, plan, race, drafts, drafts.unsqueeze(1))
+        elif state.single is not None:
+            memory = self._remember_one(plan, state, verdict, drafts)
+            recent = memory[:_MATCHED].tolist()
+            self._match_one(root, recent, drafts)
+            siblings = self._siblings_one(trees, race, drafts, recent)
         else:
-            history = drafts.unsqueeze(1)
-            state.flat("drafts").index_copy_(0, plan.ring, history)
-        siblings = self._siblings(trees, plan, scores, drafts, history)
+            memory = self._remember(plan, state, verdict, drafts)
+            drafts = self._match(trees, plan, root, memory, drafts)
+            siblings = self._siblings(trees, plan, race, drafts, memory[:, 0])
         state.note_window(trees.main_length, plan.fresh_length)
         return node_tokens(trees, root, plan, drafts, siblings)
 
-    def _estimate(self, plan: WindowPlan, state: WindowState, verdict: Verdict) -> Tensor:
-        """Fresh rows [continued, V], smoothed with the previous estimates where there are any: est_j."""
+    def estimate(self, plan: WindowPlan, state: WindowState, verdict: Verdict) -> Tensor:
+        """Estimates float32 [continued, V], est_j: fresh rows, smoothed with the previous estimates where there are
+        any; and they are kept."""
         fresh = verdict.rows.flatten(0, 1).index_select(0, plan.source)
-        if not self.keeps_estimates:
-            return fresh
         estimates = state.flat("estimates")
         refined, previous = fresh[: plan.refined], estimates.index_select(0, plan.ring[: plan.refined])
         # A token that was cut off (top-k) and is allowed again counts with its fresh value; else -inf would stay.
@@ -199,10 +195,7 @@ class RaceRule(AcceptanceRule):
         stored = state.flat("memory")
         memory = stored.index_select(0, plan.ring)
         # The row after the old window's end is the first thing known of its position.
-        if state.single is not None:
-            memory[max(0, state.single[2] - state.single[1]) :] = _NONE
-        else:
-            memory.masked_fill_(state.is_new(plan.rows, plan.offsets).view(-1, 1, 1), _NONE)
+        memory.masked_fill_(state.is_new(plan.rows, plan.offsets).view(-1, 1, 1), _NONE)
         if verdict is not None and plan.continued:
             past = memory[: plan.continued]
             context = verdict.nodes.flatten().index_select(0, plan.source)
@@ -212,7 +205,7 @@ class RaceRule(AcceptanceRule):
             gone = known.view(torch.uint8).argmax(1).view(-1, 1, 1)
             fresh = torch.stack([drafts[: plan.continued], context], 1).unsqueeze(2)
             moved = torch.cat([fresh, past[:, :, :-1]], 2)
-            memory[: plan.continued] = torch.where(_count(1 + self.memory, memory.device) <= gone, moved, past)
+            memory[: plan.continued] = torch.where(counting(1 + self.memory, memory.device) <= gone, moved, past)
         if plan.total > plan.known:
             entered = memory[plan.known :]
             entered[:, 0, 0] = drafts[plan.known :]
@@ -220,22 +213,44 @@ class RaceRule(AcceptanceRule):
         stored.index_copy_(0, plan.ring, memory)
         return memory
 
-    def _match(
-        self, trees: TreeBatch, plan: WindowPlan, state: WindowState, root: Tensor, memory: Tensor, drafts: Tensor
-    ) -> Tensor:
+    def _remember_one(
+        self, plan: WindowPlan, state: WindowState, verdict: Verdict | None, drafts: Tensor
+    ) -> np.ndarray:
+        """`_remember` for one request, in NumPy, whose small operations take a fifth of the time of torch's."""
+        assert state.single is not None
+        stored, ring, chosen = state.flat("memory").numpy(), plan.ring.numpy(), drafts.numpy()
+        memory: np.ndarray = stored[ring]
+        memory[max(0, state.single[2] - state.single[1]) :] = _NONE
+        if verdict is not None and plan.continued:
+            past = memory[: plan.continued]
+            context = verdict.nodes.numpy()[0, plan.source.numpy()]
+            known = (past[:, 1] == context[:, None]) | (past[:, 1] == _ENTERED)
+            known[:, -1] = True
+            moved = np.empty_like(past)
+            moved[:, 0, 0], moved[:, 1, 0], moved[:, :, 1:] = chosen[: plan.continued], context, past[:, :, :-1]
+            shifted = np.arange(1 + self.memory) <= known.argmax(1)[:, None]
+            np.copyto(past, moved, where=shifted[:, None])
+        if plan.total > plan.known:
+            memory[plan.known :, 0, 0], memory[plan.known :, 1, 0] = chosen[plan.known :], _ENTERED
+        stored[ring] = memory
+        return memory
+
+    @staticmethod
+    def _match_one(root: Tensor, memory: list[list[list[int]]], drafts: Tensor) -> None:
+        """`_match` for one request, in plain integers and in place; ``memory`` [W, 2, 1+H] of the first offsets."""
+        token, followed = int(root), []
+        for row_drafts, contexts in memory:
+            token = row_drafts[contexts.index(token) if token in contexts else 0]
+            followed.append(token)
+        drafts[: len(followed)] = torch.tensor(followed)
+
+    def _match(self, trees: TreeBatch, plan: WindowPlan, root: Tensor, memory: Tensor, drafts: Tensor) -> Tensor:
         """Main drafts long [T], from ``drafts`` long [T] of the newest rows and ``memory`` long [T, 2, 1+H].
 
         Where the token before a position is not the one that its newest row saw: the draft of the newest row that did
-        see it, if one is remembered. For one request ``drafts`` itself is changed and returned.
+        see it, if one is remembered.
         """
         width = min(_MATCHED, trees.max_main)
-        if state.single is not None:
-            token, followed = int(root), []
-            for row_drafts, contexts in memory[:width].tolist():
-                token = row_drafts[contexts.index(token) if token in contexts else 0]
-                followed.append(token)
-            drafts[:width] = torch.tensor(followed)
-            return drafts
         place = window_rows(trees, plan, width)
         guesses, before = memory[place].unbind(2)
         # step[k][j]: which row to follow at offset k after row j was followed at offset k-1; 0, the newest, if none
@@ -256,13 +271,13 @@ class RaceRule(AcceptanceRule):
         return main[:end]
 
     def _siblings(
-        self, trees: TreeBatch, plan: WindowPlan, scores: Tensor, drafts: Tensor, history: Tensor
+        self, trees: TreeBatch, plan: WindowPlan, race: _Race, drafts: Tensor, history: Tensor
     ) -> Tensor | None:
         """Tokens long [B, S, K-1]: remembered drafts of each position, newest first, then runners-up of its race."""
         if trees.width == 1:
             return None
         place = sibling_rows(trees, plan)
-        ranking, history = scores.index_select(0, place), history.index_select(0, place)
+        ranking, history = race.scores(place), history.index_select(0, place)
         own = drafts[place].unsqueeze(1)
         if self.memory:
             known = torch.where(history >= 0, history, own)
@@ -274,14 +289,120 @@ class RaceRule(AcceptanceRule):
             siblings = torch.cat([siblings, own.expand(-1, trees.width - 1 - siblings.shape[1])], 1)
         return siblings.view(trees.batch_size, trees.sibling_depth, trees.width - 1)
 
+    @staticmethod
+    def _siblings_one(
+        trees: TreeBatch, race: _Race, drafts: Tensor, memory: list[list[list[int]]]
+    ) -> Tensor | None:
+        """`_siblings` for one request, in plain integers; ``memory`` [W, 2, 1+H] of the first offsets. A race is run
+        only where too few drafts are remembered."""
+        if trees.width == 1:
+            return None
+        rows = []
+        for offset, own in enumerate(drafts[: trees.sibling_depth].tolist()):
+            tokens = dict.fromkeys(token for token in memory[offset][0] if token >= 0 and token != own)
+            chosen = list(tokens)[: trees.width - 1]
+            if len(chosen) < trees.width - 1:
+                scores = race.scores_of_one(offset)
+                scores[[own, *chosen]] = -np.inf
+                while len(chosen) < trees.width - 1:
+                    best = int(scores.argmax())
+                    if scores[best] == -np.inf:
+                        break
+                    scores[best] = -np.inf
+                    chosen.append(best)
+            rows.append(chosen + [own] * (trees.width - 1 - len(chosen)))
+        return torch.tensor([rows])
 
-@lru_cache(maxsize=256)
-def _count(number: int, device: torch.device) -> Tensor:
-    """Long [number], 0, 1, …; not to be written to."""
-    return torch.arange(number, device=device)
+
+class _Race:
+    """Scores of the next window's positions, noise plus estimate, computed where they are asked for.
+
+    The rows of a verdict have raced already: their winners are the drafts of the positions that continue, and their
+    scores are needed for siblings alone. Only with smoothing, or where the walk has left the main chain for a branch
+    that goes on, are all computed.
+    """
+
+    def __init__(
+        self, rule: RaceRule, plan: WindowPlan, state: WindowState, verdict: Verdict | None, legal: Legal | None
+    ) -> None:
+        self._rule, self._plan, self._state, self._verdict = rule, plan, state, verdict
+        self._entering: Tensor | None = None
+        if plan.total > plan.known and (legal or rule.proposal or rule.keeps_estimates):
+            self._entering = entering_weights(plan, state, legal, rule.proposal).log_()
+        self._all: Tensor | None = None
+        if rule.keeps_estimates or (verdict is not None and verdict.winners is None):
+            self._all = self._scores_of_all()
+
+    def winners(self) -> Tensor:
+        """Best token of each position, long [T]; anything where a position has neither a row nor weights."""
+        plan, verdict = self._plan, self._verdict
+        if self._all is not None:
+            return first_argmax(self._all)
+        drafts = torch.zeros_like(plan.ring)
+        if verdict is not None and plan.continued:
+            assert verdict.winners is not None
+            if self._state.single is not None:
+                drafts[: plan.continued] = verdict.winners[0].index_select(0, plan.source)
+            else:
+                rows = plan.rows[: plan.continued]
+                drafts[: plan.continued] = verdict.winners[rows, verdict.counts[rows] + plan.offsets[: plan.continued]]
+        if plan.total > plan.known:
+            entering = slice(plan.known, plan.total)
+            scores = self._noise(plan.ring[entering], plan.rows[entering], plan.offsets[entering])
+            drafts[entering] = first_argmax(scores if self._entering is None else scores.add_(self._entering))
+        return drafts
+
+    def scores(self, place: Tensor) -> Tensor:
+        """Float32 [n, V], fresh, of the positions at ``place`` long [n] of the plan."""
+        if self._all is not None:
+            return self._all.index_select(0, place)
+        plan = self._plan
+        scores = self._noise(plan.ring[place], plan.rows[place], plan.offsets[place])
+        if self._verdict is not None and plan.continued:
+            source = plan.source[place.clamp(max=plan.continued - 1)]
+            fresh = self._verdict.rows.flatten(0, 1).index_select(0, source)
+            scores += torch.where((place < plan.continued).unsqueeze(1), fresh, 0.0)
+        if self._entering is not None:
+            weights = self._entering.index_select(0, (place - plan.known).clamp_(min=0))
+            scores += torch.where((place >= plan.known).unsqueeze(1), weights, 0.0)
+        return scores
+
+    def scores_of_one(self, offset: int) -> np.ndarray:
+        """Float32 [V], fresh: `scores` of one position of a single request on the CPU."""
+        if self._all is not None:
+            return self._all[offset].numpy().copy()
+        plan = self._plan
+        at = slice(offset, offset + 1)
+        scores: np.ndarray = self._noise(plan.ring[at], plan.rows[at], plan.offsets[at])[0].numpy()
+        if offset < plan.continued:
+            assert self._verdict is not None
+            scores += self._verdict.rows.numpy()[0, int(plan.source[offset])]
+        elif offset >= plan.known and self._entering is not None:
+            scores += self._entering.numpy()[offset - plan.known]
+        return scores
+
+    def _scores_of_all(self) -> Tensor:
+        plan, state, rule = self._plan, self._state, self._rule
+        scores = self._noise(plan.ring, plan.rows, plan.offsets)
+        if self._verdict is not None and plan.continued:
+            if rule.keeps_estimates:
+                scores[: plan.continued] += rule.estimate(plan, state, self._verdict)
+            else:
+                scores[: plan.continued] += self._verdict.rows.flatten(0, 1).index_select(0, plan.source)
+        if plan.known > plan.continued and rule.keeps_estimates:
+            held = plan.ring[plan.continued : plan.known]
+            scores[plan.continued : plan.known] += state.flat("estimates").index_select(0, held)
+        if self._entering is not None:
+            scores[plan.known :] += self._entering
+            if rule.keeps_estimates:
+                state.flat("estimates").index_copy_(0, plan.ring[plan.known :], self._entering)
+        return scores
+
+    def _noise(self, ring: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        return self._state.noise_rows(self._rule.noise, ring, rows, offsets)
 
 
 @lru_cache(maxsize=16)
 def _bonus(number: int, device: torch.device) -> Tensor:
     """float32 [number]: what ranks remembered drafts before all others, the newest first."""
-    return (_PREFERENCE - _count(number, device)).float()
+    return (_PREFERENCE - counting(number, device)).float()

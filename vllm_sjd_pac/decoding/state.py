@@ -136,7 +136,8 @@ class WindowState:
         self.single: list[int] | None = None
         if slots.shape[0] == 1 and slots.device.type == "cpu":
             self.single = numbers[0].tolist()
-            self._start = int(slots) * pool.ring
+            self._slot = int(slots)
+            self._start = self._slot * pool.ring
             self._keys = numbers[:, 0]
 
     @property
@@ -191,7 +192,10 @@ class WindowState:
 
     def save(self) -> None:
         """Write the numbers back to the pool."""
-        self.pool["numbers"].index_copy_(0, self.slots, self.numbers)
+        if self.single is None:
+            self.pool["numbers"].index_copy_(0, self.slots, self._numbers)
+        else:
+            self.pool["numbers"].numpy()[self._slot] = self.single
 
     def ring_grid(self, width: int) -> Tensor:
         """Flat index long [B, width] of window offsets 0..width-1 (0 = the token after the root) into a ring field

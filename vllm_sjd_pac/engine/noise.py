@@ -101,24 +101,25 @@ def _token_steps(tokens: torch.Tensor) -> np.ndarray:
     return (tokens.numpy().astype(np.uint64) + np.uint64(1)) * _GOLDEN
 
 
-def _gumbel(seeds: torch.Tensor, steps: np.ndarray) -> torch.Tensor:
-    """float64 [..., C] for seeds long [...] and steps uint64 [C]."""
-    # In NumPy: torch's integer products and float64 logarithms take more than twice as long on one core.
+def _gumbel(seeds: torch.Tensor, steps: np.ndarray, dtype: type = np.float64) -> torch.Tensor:
+    """`dtype` [..., C] for seeds long [...] and steps uint64 [C], rounded from float64."""
+    # In NumPy: torch's integer products and float64 logarithms take more than twice as long on one core. In place,
+    # as what these operations cost is mostly that their memory is in no cache.
     bits = _mix(_mix(seeds.numpy().astype(np.uint64))[..., None] + steps)
     bits >>= np.uint64(11)
-    noise = bits.astype(np.float64)
-    noise += 0.5
-    noise *= 2.0**-53
-    for _ in range(2):
-        np.log(noise, out=noise)
-        np.negative(noise, out=noise)
-    return torch.from_numpy(noise)
+    noise = np.multiply(bits, 2.0**-53, out=bits.view(np.float64))
+    noise += 2.0**-54  # (bits + 1/2) / 2^53: scaling by a power of two commutes with rounding
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    np.log(noise, out=noise)
+    return torch.from_numpy(np.negative(noise, out=np.empty(noise.shape, dtype), casting="same_kind"))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser on uint64, in place."""
+    shifted = np.empty_like(x)
     for shift, factor in ((30, _MUL_1), (27, _MUL_2), (31, None)):
-        x ^= x >> np.uint64(shift)
+        x ^= np.right_shift(x, np.uint64(shift), out=shifted)
         if factor is not None:
             x *= factor
     return x
@@ -136,7 +137,7 @@ class CPUStockNoise:
 
     def gumbel(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """float32 [B, W, C] for keys long [B] and positions long [B, W]; zeros for greedy requests."""
-        noise = _gumbel(self.streams.integers(keys.unsqueeze(-1), positions), self._steps).to(torch.float32)
+        noise = _gumbel(self.streams.integers(keys.unsqueeze(-1), positions), self._steps, np.float32)
         if not self.streams.num_greedy:
             return noise
         return noise.masked_fill_(self.streams.greedy[keys].view(-1, 1, 1), 0.0)

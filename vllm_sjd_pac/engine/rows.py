@@ -58,6 +58,16 @@ class Columns:
             return torch.cat([rows[..., first:end] for first, end in self._runs], -1)
         return rows.index_select(-1, self.tokens)
 
+    def add_to(self, base: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``base`` [..., C], to which rows over the vocabulary [..., V] are added in place."""
+        if self.is_everything or len(self._runs) > _MOST_RUNS:
+            return base.add_(self.select(rows))
+        column = 0
+        for first, end in self._runs:
+            base[..., column : column + end - first] += rows[..., first:end]
+            column += end - first
+        return base
+
     def kinds_of(self, layout: ImageLayout) -> tuple[torch.Tensor, torch.Tensor]:
         """The few kinds of positions of a layout: kind of each position, long [length], and bool [kinds, C], the legal
         columns of each kind; built once per layout."""

@@ -110,7 +110,7 @@ class TreeRejectionSampler:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def target_rows(self, logits: torch.Tensor, batch: TreeBatchInput) -> torch.Tensor:
-        """float32 [B, N, C]: guidance, then the layout's mask, then the sampling parameters."""
+        """float32 [B, N, C], fresh: guidance, then the layout's mask, then the sampling parameters."""
         rows = node_rows(logits, batch.trees, batch.first_rows)
         guided = [row for row, state in enumerate(batch.states) if state.guidance.is_on]
         if guided:
@@ -122,15 +122,14 @@ class TreeRejectionSampler:
                 some = torch.tensor(guided, device=rows.device)
                 mixed = combine_guidance(rows[some], twins[some], scale)
                 rows = rows.float().index_copy(0, some, mixed)
-        elif self.columns.is_everything:
-            rows = rows.to(torch.float32, copy=True)  # they are changed in place, and may be a view
-        rows = self._mask(self.columns.select(rows).float(), batch)
+        rows = self._mask(rows, batch)
         ids = tuple(state.request_id for state in batch.states)
         if self._settings is None or self._settings[0] != ids:
             self._settings = ids, RowSettings.gather([state.params for state in batch.states], self.columns)
         return apply_settings(rows, self._settings[1])
 
     def _mask(self, rows: torch.Tensor, batch: TreeBatchInput) -> torch.Tensor:
+        """float32 [B, N, C], fresh, of rows [B, N, V] that may be a view."""
         trees = TreeBatch.stack(list(batch.trees), self.device)
         following = torch.tensor(
             [count - state.segment_start for count, state in zip(batch.num_tokens, batch.states, strict=True)],
@@ -138,11 +137,15 @@ class TreeRejectionSampler:
         )
         positions = following.unsqueeze(1) + trees.depths
         groups = _by_layout(batch.states)
+        if len(groups) == 1:
+            (layout,) = groups
+            if layout.constrained:
+                # The penalties are fresh rows of the right shape: adding to them saves a copy.
+                return self.columns.add_to(legal_penalties(layout, positions, self.columns), rows)
+        rows = self.columns.select(rows).to(torch.float32, copy=True)  # they are changed in place
         for layout, members in groups.items():
             if not layout.constrained:
                 continue
-            if len(groups) == 1:
-                return rows.add_(legal_penalties(layout, positions, self.columns))
             some = torch.tensor(members, device=rows.device)
             rows.index_add_(0, some, legal_penalties(layout, positions[some], self.columns))
         return rows

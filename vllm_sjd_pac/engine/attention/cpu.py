@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_sjd_pac.engine.attention.virtual_backend import VirtualBuilderMixin, VirtualImplMixin
+from vllm_sjd_pac.engine.attention.virtual_backend import BranchWrites, VirtualBuilderMixin, VirtualImplMixin
 
 
 class CPUVirtualBuilder(VirtualBuilderMixin, CPUAttentionMetadataBuilder):
@@ -20,10 +20,11 @@ class CPUVirtualImpl(VirtualImplMixin, CPUAttentionBackendImpl):
     """The stock implementation that writes branches."""
 
     @staticmethod
-    def copy_blocks(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """As in the mixin; NumPy copies whole blocks more than twice as fast as torch's indexing."""
+    def copy_blocks(kv_cache: torch.Tensor, writes: BranchWrites) -> None:
+        """As in the mixin; NumPy's slices take a third of the time of torch's indexing."""
         blocks = kv_cache.view(torch.uint8).numpy()  # as bytes: NumPy knows no bfloat16
-        blocks[target.numpy()] = blocks[source.numpy()]
+        for source, first, end in writes.runs:
+            blocks[first:end] = blocks[source]
 
 
 class CPUTreeAttentionBackend(CPUAttentionBackend):

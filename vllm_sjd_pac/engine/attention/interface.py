@@ -50,6 +50,17 @@ class TreeAttentionBuilder(Protocol):
     def max_branches(self) -> int: ...
 
 
+_MASKING: dict[type, bool] = {}
+
+
+def _masks_trees(builder: Any) -> bool:
+    # Remembered per class: asking a protocol takes as long as laying out a step's branches.
+    kind = type(builder)
+    if kind not in _MASKING:
+        _MASKING[kind] = isinstance(builder, TreeAttentionBuilder)
+    return _MASKING[kind]
+
+
 def set_tree_step(builders: list[Any], step: TreeStep) -> None:
     """Hand the step's trees to every metadata builder.
 
@@ -57,7 +68,7 @@ def set_tree_step(builders: list[Any], step: TreeStep) -> None:
         RuntimeError: a builder cannot mask trees although the step has branches.
     """
     for builder in builders:
-        if isinstance(builder, TreeAttentionBuilder):
+        if _masks_trees(builder):
             builder.tree_step = step
         elif step.has_branches:
             raise RuntimeError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +32,17 @@ class BranchWrites:
     copy_to: torch.Tensor
     write_token: torch.Tensor
     write_slot: torch.Tensor
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The copies as (block, first, end): one block to consecutive blocks ``first … end − 1``."""
+        found: list[tuple[int, int, int]] = []
+        for source, target in zip(self.copy_from.tolist(), self.copy_to.tolist(), strict=True):
+            if found and found[-1][0] == source and found[-1][2] == target:
+                found[-1] = (source, found[-1][1], target + 1)
+            else:
+                found.append((source, target, target + 1))
+        return found
 
 
 class VirtualBuilderMixin:
@@ -101,9 +113,9 @@ class VirtualImplMixin:
     """Writes the branches' keys and values a second time, into their scratch blocks."""
 
     @staticmethod
-    def copy_blocks(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy blocks `source` long [C] of a cache [blocks, ...] to the blocks `target` long [C]."""
-        kv_cache.index_copy_(0, target, kv_cache.index_select(0, source))
+    def copy_blocks(kv_cache: torch.Tensor, writes: BranchWrites) -> None:
+        """Copy blocks of a cache [blocks, ...] as ``writes`` says."""
+        kv_cache.index_copy_(0, writes.copy_to, kv_cache.index_select(0, writes.copy_from))
 
     def do_kv_cache_update(
         self: Any,
@@ -121,6 +133,6 @@ class VirtualImplMixin:
         if writes is None:
             return
         # The main chain's entries of this step are in place now, so the copied blocks are complete up to each branch.
-        self.copy_blocks(kv_cache, writes.copy_from, writes.copy_to)
+        self.copy_blocks(kv_cache, writes)
         tokens = writes.write_token
         update(layer, key.index_select(0, tokens), value.index_select(0, tokens), kv_cache, writes.write_slot)
