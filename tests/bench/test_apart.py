@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
+import psutil
 import pytest
 
 from vllm_sjd_pac.bench.apart import Apart
@@ -27,7 +28,9 @@ def test_it_is_built_once_elsewhere() -> None:
         held, process = append(5)
         assert held == [1, 2]
         assert append(1) == ([1, 2, 10], process)
+        assert psutil.Process(process).status() == psutil.STATUS_STOPPED
     assert process != os.getpid()
+    assert not psutil.pid_exists(process)
 
 
 def test_errors_arrive() -> None:

@@ -88,9 +88,8 @@ def _plan_single(trees: TreeBatch, numbers: list[int], ring: Tensor, verdict: Ve
         source = verdict.line[0, count : count + continued]
     known = max(continued, min(draft_end - position, inside))
     refined = max(0, min(continued, estimate_end - position))
-    return WindowPlan(
-        torch.zeros_like(offsets), offsets, ring, source, torch.tensor([continued]), refined, continued, known
-    )
+    rows = counting(1, ring.device).expand(inside)
+    return WindowPlan(rows, offsets, ring, source, torch.tensor([continued]), refined, continued, known)
 
 
 def entering_weights(plan: WindowPlan, state: WindowState, legal: Legal | None, proposal: Proposal | None) -> Tensor:
@@ -115,6 +114,14 @@ def entering_weights(plan: WindowPlan, state: WindowState, legal: Legal | None, 
         # A proposal that gives illegal tokens all its weight falls back to "any legal token".
         weights = torch.where(allowed.sum(-1, keepdim=True) > 0, allowed, mask.to(allowed.dtype))
     return weights
+
+
+def entering_scores(plan: WindowPlan, state: WindowState, legal: Legal | None, proposal: Proposal | None) -> Tensor:
+    """Logarithms float32 [E, V] of `entering_weights`."""
+    if legal is not None and proposal is None:
+        mask = _entering_mask(plan.rows[plan.known :], plan.offsets[plan.known :], state, legal)
+        return torch.where(mask, 0.0, float("-inf"))
+    return entering_weights(plan, state, legal, proposal).log_()
 
 
 def _entering_mask(rows: Tensor, offsets: Tensor, state: WindowState, legal: Legal) -> Tensor:

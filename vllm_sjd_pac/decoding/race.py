@@ -18,7 +18,7 @@ from vllm_sjd_pac.decoding.drafting import (
     Proposal,
     WindowPlan,
     counting,
-    entering_weights,
+    entering_scores,
     node_tokens,
     plan_window,
     sibling_rows,
@@ -137,13 +137,11 @@ class RaceRule(AcceptanceRule):
             path.append(node)
         count = len(committed)
         padding = [-1] * (depth + 1 - count)
-        return (
-            torch.tensor([committed + padding]),
-            torch.tensor([path + padding], dtype=torch.long),
-            torch.tensor([kept]),
-            torch.tensor([node]),
-            torch.tensor([count]),
-        )
+        # One tensor, cut: making one takes several times as long as a view of it.
+        flat = torch.tensor([[*committed, *padding, *path, *padding, kept, node, count]])
+        tokens, path_of, *numbers = flat.split([depth + 1, depth, 1, 1, 1], 1)
+        kept_of, node_of, count_of = (number[0] for number in numbers)
+        return tokens, path_of, kept_of, node_of, count_of
 
     # -- draft ----------------------------------------------------------------------------------------------
 
@@ -328,7 +326,7 @@ class _Race:
         self._rule, self._plan, self._state, self._verdict = rule, plan, state, verdict
         self._entering: Tensor | None = None
         if plan.total > plan.known and (legal or rule.proposal or rule.keeps_estimates):
-            self._entering = entering_weights(plan, state, legal, rule.proposal).log_()
+            self._entering = entering_scores(plan, state, legal, rule.proposal)
         self._all: Tensor | None = None
         if rule.keeps_estimates or (verdict is not None and verdict.winners is None):
             self._all = self._scores_of_all()

@@ -7,10 +7,12 @@ blocks that hold a copy of that block and the branch's own keys and values. Noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from operator import sub
 
-import numpy as np
 import torch
 
 from vllm_sjd_pac.decoding import DraftTree
@@ -73,7 +75,7 @@ class VirtualBatch:
     """A batch with its branches as further requests (R real, E entries in all, T tokens as before).
 
     Attributes:
-        query_start_loc: int32 [E+1]; seq_lens: int32 [E].
+        query_start_loc: int32 [E+1]; seq_lens: int32 [E]; max_query_len, max_seq_len: the longest of them.
         owner: long [E], the real request whose block table an entry starts from.
         table_row, table_column, table_block: long [P]: entries of the block tables replaced by scratch blocks.
         copy_from_row, copy_from_column: long [C]: the owners' table entries whose blocks are copied; copy_to: long [C].
@@ -82,6 +84,8 @@ class VirtualBatch:
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
     owner: torch.Tensor
     table_row: torch.Tensor
     table_column: torch.Tensor
@@ -112,9 +116,10 @@ def build_virtual_batch(
     """
     trees: dict[int, RequestTree] = {request.request_index: request for request in step.requests}
     starts, lengths, owners = [0], [], []
-    table: list[np.ndarray] = []
-    copies: list[np.ndarray] = []
-    writes: list[np.ndarray] = []
+    # Plain integers: a step has a few rows for each request, and every array operation costs as much as a dozen of them.
+    table: list[tuple[int, int, int]] = []
+    copies: list[tuple[int, int, int]] = []
+    writes: list[tuple[int, int]] = []
     scratch = first_scratch_block
     for index, length in enumerate(seq_lens):
         begin, end = query_start_loc[index], query_start_loc[index + 1]
@@ -124,11 +129,12 @@ def build_virtual_batch(
             lengths.append(length)
             owners.append(index)
             continue
-        root, root_token = request.root_position, begin + request.root_offset
+        root, root_token, entry = request.root_position, begin + request.root_offset, len(lengths)
         layout = _layout(request.tree, root % block_size, block_size)
-        table.append(np.add(layout.table, [len(lengths), root // block_size, scratch]))
-        copies.append(np.add(layout.copies, [index, root // block_size, scratch]))
-        writes.append(np.add(layout.writes, [root_token, scratch * block_size]))
+        block, slot = root // block_size, scratch * block_size
+        table += [(entry + row, block + column, scratch + target) for row, column, target in layout.table]
+        copies += [(index, block + column, scratch + target) for column, target in layout.copies]
+        writes += [(root_token + node, slot + place) for node, place in layout.writes]
         starts += [root_token + node for node in layout.ends]
         lengths += [root + length for length in layout.lengths]
         owners += [index] * len(layout.ends)
@@ -136,20 +142,20 @@ def build_virtual_batch(
     needed = scratch - first_scratch_block
     if needed > num_scratch_blocks:
         raise RuntimeError(f"sjd_pac: the step's branches need {needed} scratch blocks, {num_scratch_blocks} exist")
-
-    def columns(rows: list[np.ndarray], width: int) -> list[torch.Tensor]:
-        # One contiguous tensor per column: vLLM's operators read slot lists without looking at strides.
-        stacked = np.concatenate(rows) if rows else np.zeros((0, width), dtype=np.int64)
-        return [torch.from_numpy(np.ascontiguousarray(column)) for column in stacked.T]
-
+    # One tensor, cut into contiguous columns: vLLM's operators read slot lists without looking at strides.
+    columns = [owners, *_columns(table, 3), *_columns(copies, 3), *_columns(writes, 2)]
+    flat = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.long)
     return VirtualBatch(
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
-        torch.tensor(owners, dtype=torch.long),
-        *columns(table, 3),  # type: ignore[arg-type]
-        *columns(copies, 3),  # type: ignore[arg-type]
-        *columns(writes, 2),  # type: ignore[arg-type]
+        max(map(sub, starts[1:], starts)),
+        max(lengths),
+        *flat.split([len(column) for column in columns]),
     )
+
+
+def _columns(rows: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
+    return list(zip(*rows, strict=True)) if rows else [()] * width
 
 
 @dataclass(frozen=True)
@@ -159,17 +165,17 @@ class _Layout:
     Attributes:
         ends, lengths: of the request itself and of each branch: first node after its queries, and its sequence length
             without the root's position.
-        table: int64 [P, 3]: entry less the request's first one, block less the root's, scratch block less the first.
-        copies: int64 [C, 3]: zero, block less the root's, scratch block less the first.
-        writes: int64 [W, 2]: node, slot less the first scratch block's.
+        table: entry less the request's first one, block less the root's, scratch block less the first.
+        copies: block less the root's, scratch block less the first.
+        writes: node, slot less the first scratch block's.
         scratch_blocks: how many are used.
     """
 
     ends: tuple[int, ...]
     lengths: tuple[int, ...]
-    table: np.ndarray
-    copies: np.ndarray
-    writes: np.ndarray
+    table: list[tuple[int, int, int]]
+    copies: list[tuple[int, int]]
+    writes: list[tuple[int, int]]
     scratch_blocks: int
 
 
@@ -177,14 +183,14 @@ class _Layout:
 def _layout(tree: DraftTree, root: int, block_size: int) -> _Layout:
     """Layout for a root at offset ``root`` of its block (positions below count from that block's start)."""
     ends, lengths = [tree.main_length + 1], [tree.main_length + 1]
-    table: list[tuple[int, ...]] = []
-    copies: list[tuple[int, ...]] = []
-    writes: list[tuple[int, ...]] = []
+    table: list[tuple[int, int, int]] = []
+    copies: list[tuple[int, int]] = []
+    writes: list[tuple[int, int]] = []
     scratch = 0
     for branch in branches_of(tree):
         first_block, last_block = (root + branch.depth) // block_size, (root + branch.last_depth) // block_size
         if (root + branch.depth) % block_size:
-            copies.append((0, first_block, scratch))
+            copies.append((first_block, scratch))
         table += [(len(ends), first_block + k, scratch + k) for k in range(last_block - first_block + 1)]
         for node in (*branch.above, *range(branch.first, branch.first + branch.count)):
             position = root + tree.depths[node]
@@ -192,15 +198,4 @@ def _layout(tree: DraftTree, root: int, block_size: int) -> _Layout:
         ends.append(branch.first + branch.count)
         lengths.append(branch.last_depth + 1)
         scratch += last_block - first_block + 1
-
-    def array(rows: list[tuple[int, ...]], width: int) -> np.ndarray:
-        return np.array(rows, dtype=np.int64).reshape(-1, width)
-
-    return _Layout(
-        tuple(ends),
-        tuple(lengths),
-        array(table, 3),
-        array(copies, 3),
-        array(writes, 2),
-        scratch,
-    )
+    return _Layout(tuple(ends), tuple(lengths), table, copies, writes, scratch)

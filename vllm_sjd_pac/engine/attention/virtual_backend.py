@@ -101,8 +101,8 @@ def extend(common: Any, batch: VirtualBatch) -> Any:
         extended.seq_lens_cpu_upper_bound = batch.seq_lens
     if common.is_prefilling is not None:
         extended.is_prefilling = common.is_prefilling[batch.owner.to(common.is_prefilling.device)]
-    extended.max_query_len = int(batch.query_start_loc.diff().max())
-    extended.max_seq_len = int(batch.seq_lens.max())
+    extended.max_query_len = batch.max_query_len
+    extended.max_seq_len = batch.max_seq_len
     table = common.block_table_tensor[batch.owner.to(device)]
     table[batch.table_row.to(device), batch.table_column.to(device)] = batch.table_block.to(device, table.dtype)
     extended.block_table_tensor = table
