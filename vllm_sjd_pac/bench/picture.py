@@ -27,15 +27,19 @@ class Timing:
     tokens: int
 
     def summary(self, base: Timing) -> dict[str, Any]:
-        """Medians; ``speed_up``: median over turns of base time / time, with its quartiles."""
-        ratios = sorted(b / s for b, s in zip(base.seconds, self.seconds, strict=True))
+        """Medians; ``speed_up``: median over turns of base time / time, with its quartiles; ``of_compression``: median
+        over turns of the part of the tokens a forward pass that became speed-up."""
+        each = [b / s for b, s in zip(base.seconds, self.seconds, strict=True)]
+        ratios = sorted(each)
         steps = [count for count in self.forwards if count is not None]
+        parts = [r * count / self.tokens for r, count in zip(each, self.forwards, strict=True) if count is not None]
         return {
             "setting": self.name,
             "seconds": round(statistics.median(self.seconds), 4),
             "speed_up": round(statistics.median(ratios), 3),
             "speed_up_quartiles": [round(ratios[len(ratios) // 4], 3), round(ratios[(3 * len(ratios)) // 4], 3)],
             "tokens_per_forward": round(self.tokens * len(steps) / sum(steps), 3) if steps else None,
+            "of_compression": round(statistics.median(parts), 3) if parts else None,
             "turns": len(self.seconds),
         }
 
