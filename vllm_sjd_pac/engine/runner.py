@@ -40,6 +40,18 @@ def branch_nodes(tree: DraftTree) -> np.ndarray:
     return np.stack([nodes, np.array(tree.depths)[nodes]])
 
 
+def padded_size(tokens: int) -> int:
+    """Tokens of a step that a CPU computes where it has `tokens`: one of few sizes.
+
+    oneDNN compiles every matrix product for its number of rows, in 10 to 50 ms, and vLLM keeps 128 of them for each
+    weight. Windows shrink towards the end of a picture and loads change, so that steps would have hundreds of sizes.
+    """
+    for most, multiple in ((16, 1), (64, 8), (256, 16), (1024, 32)):
+        if tokens <= most:
+            return -(-tokens // multiple) * multiple
+    return -(-tokens // 64) * 64
+
+
 @dataclasses.dataclass
 class _Step:
     """What one step carries from verification to drafting."""
@@ -103,10 +115,20 @@ class JacobiRunnerMixin:
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
     def _prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
-        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        indices, metadata, most = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         if not compat.is_unneeded("draft_positions"):
             self.place_drafts(scheduler_output, num_scheduled_tokens)
-        return result
+        if self.device.type == "cpu" and metadata is not None:
+            # Further rows behind those that are sampled from, so that the head's products have few sizes, too.
+            indices = torch.nn.functional.pad(indices, (0, padded_size(len(indices)) - len(indices)))
+        return indices, metadata, most
+
+    def _determine_batch_execution_and_padding(self: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        mode, batch, *rest = super()._determine_batch_execution_and_padding(num_tokens, *args, **kwargs)  # type: ignore[misc]
+        if self.device.type == "cpu" and self.parallel_config.data_parallel_size == 1:
+            padded = min(padded_size(batch.num_tokens), self.max_num_tokens)
+            batch = dataclasses.replace(batch, num_tokens=max(padded, batch.num_tokens))
+        return mode, batch, *rest
 
     def place_drafts(self: Any, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> None:
         """Note the step's trees: positions by depth, and what attention must mask."""
