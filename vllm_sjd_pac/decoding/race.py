@@ -288,9 +288,7 @@ class RaceRule(AcceptanceRule):
         return siblings.view(trees.batch_size, trees.sibling_depth, trees.width - 1)
 
     @staticmethod
-    def _siblings_one(
-        trees: TreeBatch, race: _Race, drafts: Tensor, memory: list[list[list[int]]]
-    ) -> Tensor | None:
+    def _siblings_one(trees: TreeBatch, race: _Race, drafts: Tensor, memory: list[list[list[int]]]) -> Tensor | None:
         """`_siblings` for one request, in plain integers; ``memory`` [W, 2, 1+H] of the first offsets. A race is run
         only where too few drafts are remembered."""
         if trees.width == 1:
