@@ -116,7 +116,7 @@ def build_virtual_batch(
     """
     trees: dict[int, RequestTree] = {request.request_index: request for request in step.requests}
     starts, lengths, owners = [0], [], []
-    # Plain integers: a step has a few rows for each request, and every array operation costs as much as a dozen of them.
+    # Plain integers: a request has a few rows, and every array operation costs as much as a dozen of them.
     table: list[tuple[int, int, int]] = []
     copies: list[tuple[int, int, int]] = []
     writes: list[tuple[int, int]] = []
