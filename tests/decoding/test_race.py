@@ -101,6 +101,34 @@ def test_one_request_alone_takes_the_steps_that_it_takes_in_a_batch(tree):
         assert not together.accepted[steps:, key].any()
 
 
+@pytest.mark.parametrize(
+    "tree", [DraftTree.comb(64, siblings=(1,) * 20), DraftTree.comb(64, siblings=(12, 5))], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"memory": 0}, {"memory": 2}, {"smoothing": 0.3}], ids=str)
+def test_one_request_alone_equals_a_batch_in_long_windows(siblings, options):
+    """More levels of siblings than positions that are matched by context, and fewer remembered drafts than siblings."""
+    vocab, length, batch = 20, 90, 6
+    tree = DraftTree.comb(64, siblings=siblings)
+    logits = 1.5 * torch.randn(length, vocab, vocab, generator=torch.Generator().manual_seed(2))
+
+    def target(committed, position, trees, tokens, sequences):
+        depth = (position.unsqueeze(1) + trees.depths).clamp(max=length - 1)
+        return logits[depth, tokens.clamp(min=0)]
+
+    def decode(keys):
+        rule = RaceRule(CounterNoise(vocab), **options)
+        return simulate(target, len(keys), length, rule, tree, vocab_size=vocab, keys=keys, max_window=63)
+
+    together = decode(torch.arange(batch))
+    assert int(together.branched.sum()) > 10
+    for key in range(batch):
+        alone = decode(torch.tensor([key]))
+        steps = alone.accepted.shape[0]
+        assert torch.equal(alone.tokens[0], together.tokens[key])
+        assert torch.equal(alone.accepted[:, 0], together.accepted[:steps, key])
+        assert torch.equal(alone.branched[:, 0], together.branched[:steps, key])
+
+
 @pytest.mark.parametrize("toy", TOYS, ids=repr)
 def test_changing_window_and_tree_midway_changes_nothing(toy):
     noise = table_noise(toy, 20_000, seed=4)

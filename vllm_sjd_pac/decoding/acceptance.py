@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ class Verdict:
 
     def select(self, index: Tensor) -> Verdict:
         """The verdict of the requests ``index`` long [n] only (when others have finished)."""
-        values = (getattr(self, item.name) for item in fields(self))
-        return Verdict(*(None if value is None else value[index] for value in values))
+        chosen = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: value[index] for name, value in chosen.items() if value is not None})
 
 
 class AcceptanceRule(ABC):

@@ -162,10 +162,9 @@ class RaceRule(AcceptanceRule):
             state.flat("drafts").index_copy_(0, plan.ring, drafts.unsqueeze(1))
             siblings = self._siblings(trees, plan, race, drafts, drafts.unsqueeze(1))
         elif state.single is not None:
-            memory = self._remember_one(plan, state, verdict, drafts)
-            recent = memory[:_MATCHED].tolist()
-            self._match_one(root, recent, drafts)
-            siblings = self._siblings_one(trees, race, drafts, recent)
+            first = self._remember_one(plan, state, verdict, drafts)[: max(_MATCHED, trees.sibling_depth)].tolist()
+            self._match_one(root, first[:_MATCHED], drafts)
+            siblings = self._siblings_one(trees, race, drafts, first)
         else:
             memory = self._remember(plan, state, verdict, drafts)
             drafts = self._match(trees, plan, root, memory, drafts)
