@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import build_engine, mixed_requests, run_requests
-from vllm_sjd_pac.engine.runner import padded_size
+from vllm_sjd_pac.engine.sizes import padded_size
 
 
 def test_sizes_are_few_and_near() -> None:

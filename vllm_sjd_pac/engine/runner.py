@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,30 +25,12 @@ from vllm_sjd_pac.engine.ranks import compare_ranks
 from vllm_sjd_pac.engine.report import StepReport
 from vllm_sjd_pac.engine.rows import Columns, combine_guidance
 from vllm_sjd_pac.engine.sampler import TreeBatchInput, TreeRejectionSampler
+from vllm_sjd_pac.engine.sizes import padded_size
 from vllm_sjd_pac.engine.state import ROOT_ONLY, RequestState
-from vllm_sjd_pac.engine.trees import TreeChooser
+from vllm_sjd_pac.engine.trees import TreeChooser, branch_nodes
 from vllm_sjd_pac.models.family import find_family
 
 _MISSING = -1
-
-
-@lru_cache(maxsize=1024)
-def branch_nodes(tree: DraftTree) -> np.ndarray:
-    """int64 [2, K]: index and depth of each branch node; not to be written to."""
-    nodes = np.arange(tree.main_length + 1, tree.num_nodes)
-    return np.stack([nodes, np.array(tree.depths)[nodes]])
-
-
-def padded_size(tokens: int) -> int:
-    """Tokens of a step that a CPU computes where it has `tokens`: one of few sizes.
-
-    oneDNN compiles every matrix product for its number of rows, in 10 to 50 ms, and vLLM keeps 128 of them for each
-    weight. Windows shrink towards the end of a picture and loads change, so that steps would have hundreds of sizes.
-    """
-    for most, multiple in ((16, 1), (64, 8), (256, 16), (1024, 32)):
-        if tokens <= most:
-            return -(-tokens // multiple) * multiple
-    return -(-tokens // 64) * 64
 
 
 @dataclasses.dataclass
@@ -118,14 +99,18 @@ class JacobiRunnerMixin:
         indices, metadata, most = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         if not compat.is_unneeded("draft_positions"):
             self.place_drafts(scheduler_output, num_scheduled_tokens)
-        if self.device.type == "cpu" and metadata is not None:
+        if self._pads() and metadata is not None:
             # Further rows behind those that are sampled from, so that the head's products have few sizes, too.
             indices = torch.nn.functional.pad(indices, (0, padded_size(len(indices)) - len(indices)))
         return indices, metadata, most
 
+    def _pads(self: Any) -> bool:
+        # Data-parallel ranks agree on their sizes themselves; adapters (LoRA) are mapped to tokens without padding.
+        return self.device.type == "cpu" and self.parallel_config.data_parallel_size == 1 and not self.lora_config
+
     def _determine_batch_execution_and_padding(self: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         mode, batch, *rest = super()._determine_batch_execution_and_padding(num_tokens, *args, **kwargs)  # type: ignore[misc]
-        if self.device.type == "cpu" and self.parallel_config.data_parallel_size == 1:
+        if self._pads():
             padded = min(padded_size(batch.num_tokens), self.max_num_tokens)
             batch = dataclasses.replace(batch, num_tokens=max(padded, batch.num_tokens))
         return mode, batch, *rest

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+
+import numpy as np
 
 from vllm_sjd_pac.config import SJDPACConfig
 from vllm_sjd_pac.decoding import DraftTree, default_tree
@@ -69,3 +72,10 @@ class TreeChooser:
             except ValueError:
                 self._by_nodes[budget] = DraftTree.chain(budget)
         return self._by_nodes[budget].limit_depth(room - 1)
+
+
+@lru_cache(maxsize=1024)
+def branch_nodes(tree: DraftTree) -> np.ndarray:
+    """int64 [2, K]: index and depth of each branch node; not to be written to."""
+    nodes = np.arange(tree.main_length + 1, tree.num_nodes)
+    return np.stack([nodes, np.array(tree.depths)[nodes]])
